@@ -1,0 +1,132 @@
+"""The config border: what comes from a file, a flag or JSON becomes a frozen dataclass here, or a UserError."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, logging
+
+from dllm.core.types import UserError
+
+
+def to_dataclass[T](cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
+    """Returns `cls(**mapping)`, every value checked against its field's type; lists become tuples and whole numbers floats where asked.
+
+    Raises UserError, naming `where.key`, for an unknown key, a missing one that has no default, and a value of another type.
+    """
+    hints, fields = typing.get_type_hints(cls), dataclasses.fields(cls)
+    names = [f.name for f in fields]
+    for key in mapping:
+        if key not in names:
+            raise UserError(f"unknown key {where}.{key}; {where} has: {', '.join(names)}")
+    for f in fields:
+        if f.name not in mapping and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise UserError(f"missing key {where}.{f.name} ({_name(hints[f.name])})")
+    return cls(**{key: _typed(value, hints[key], f"{where}.{key}") for key, value in mapping.items()})
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """Returns `value` as `hint` wants it. bool, int, float, str, None, Literal, unions, tuples and nested dataclasses are known."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or (hint in (bool, int, str, type(None)) and type(value) is hint):
+        return value
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if origin is typing.Literal and any(value == a and type(value) is type(a) for a in args):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for arg in args:
+            try:
+                return _typed(value, arg, where)
+            except UserError:
+                continue
+    if origin is tuple and isinstance(value, (list, tuple)):
+        each = [args[0]] * len(value) if args[1:] == (...,) else args
+        if len(each) == len(value):
+            return tuple(_typed(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, each)))
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return to_dataclass(hint, value, where)
+    raise UserError(f"{where} must be {_name(hint)}, not {value!r}")
+
+
+def _name(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(repr(a) for a in typing.get_args(hint))
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def read_json(path: str | os.PathLike) -> Any:
+    """Returns the parsed file. Raises UserError if it is missing or is not JSON."""
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
+    except ValueError as e:
+        raise UserError(f"{path} is not JSON ({e}); restore it, or remove it and what was made with it") from None
+
+
+def write_atomic(path: str | os.PathLike, data: str | bytes) -> None:
+    """Writes the whole file, or, on any interruption, leaves the old one: a temporary neighbour is renamed over it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with open(part, "wb") as f:
+        f.write(data.encode() if isinstance(data, str) else data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def compile_cache() -> None:
+    """Turns JAX's persistent compilation cache on: in $JAX_COMPILATION_CACHE_DIR, or else in .cache/jax of the checkout."""
+    where = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path(__file__).parents[2] / ".cache" / "jax")
+    jax.config.update("jax_compilation_cache_dir", where)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def config_dict(config: Any, where: str = "--config") -> dict[str, Any]:
+    """Returns a config flag's value as plain nested dicts. Raises UserError if it was not given or its file could not be read."""
+    if config is None:
+        raise UserError(f"pass {where}=configs/NAME.py")
+    try:
+        return config.to_dict()
+    except OSError as e:  # ml_collections keeps a missing file to itself until the value is used
+        raise UserError(f"cannot load {where}: {str(e.__cause__).splitlines()[-1].strip()}") from None
+
+
+def main(program: Callable[[], None]) -> None:
+    """Runs a command-line program: flags are parsed, then `program()`. A UserError ends it with one line on stderr and exit code 2."""
+
+    def parse(argv: list[str]) -> list[str]:
+        try:
+            rest = app.parse_flags_with_usage(argv)
+        except UserError as e:  # raised by a config file
+            fail(e)
+        except (AttributeError, KeyError) as e:  # --config.KEY of a key that the file does not have
+            fail(f"no such key in the config file: {str(e.args[0]).strip("'\"")}")
+        if len(rest) > 1:
+            fail(f"unexpected argument {rest[1]!r}; options are written --name=value")
+        return rest
+
+    def run(_: list[str]) -> None:
+        try:
+            logging.set_verbosity(logging.WARNING)
+            compile_cache()
+            program()
+        except UserError as e:
+            fail(e)
+
+    def fail(error: object) -> typing.NoReturn:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+    app.run(run, flags_parser=parse)

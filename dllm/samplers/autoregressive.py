@@ -1,0 +1,65 @@
+"""Plain left-to-right sampling with a KV cache, one token a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from dllm.ops import masks
+from dllm.ops.draws import Draws, Purpose, Slot, categorical
+from dllm.ops.passes import count, no_passes
+from dllm.ops.settings import Settings, shape_logits
+from dllm.samplers.loop import Prompt, Samples, chosen, pick, put
+
+LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    pass
+
+
+def sample(
+    functions: Any, options: Options, settings: Settings, draws: Draws, prompt: Prompt, order_BL: Int[Array, "B L"] | None = None
+) -> Samples:
+    """Returns one sequence a row, with the model's own law under the settings. Given tokens are a prefix of each row.
+
+    `functions` has forward(cache, tokens_BQ, positions_BQ, mask) -> (logits_BQV, cache), empty_cache(batch, slots) and vocab, the id
+    that begins a sequence: input t is the token before position t. There is no order to hand in.
+    """
+    batch, length = prompt.tokens.shape
+    filled_B = prompt.given.sum(1, dtype=jnp.int32)
+    end_B = jnp.minimum(length, jnp.where(settings.max_new < length, filled_B + settings.max_new, length))
+    begin_B1 = jnp.full((batch, 1), functions.vocab, jnp.int32)
+    position_BL = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
+
+    def prefill(cache):
+        inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1)
+        return functions.forward(cache, inputs_BL, position_BL, masks.causal)[1]
+
+    cache = lax.cond(prompt.given.any(), prefill, lambda cache: cache, functions.empty_cache(batch, length))
+
+    def step(state):
+        tokens_BL, logprobs_BL, filled_B, end_B, passes, cache, draws = state
+        live_B1 = (filled_B < end_B)[:, None]
+        at_B1 = filled_B[:, None]
+        inputs_B1 = jnp.where(at_B1 == 0, begin_B1, pick(tokens_BL, jnp.maximum(at_B1 - 1, 0)))
+        logits_B1V, cache = functions.forward(cache.replace(lengths_B=filled_B), inputs_B1, at_B1, masks.causal)
+        law_B1V = shape_logits(logits_B1V, settings)
+        drawn_B1, draws = categorical(draws, Slot(Purpose.TOKEN, at_B1, jnp.full((batch,), 0), live_B1), law_B1V)
+        tokens_BL = put(tokens_BL, at_B1, drawn_B1, live_B1)
+        logprobs_BL = put(logprobs_BL, at_B1, chosen(law_B1V, drawn_B1).astype(jnp.float32), live_B1)
+        stopped_B1 = (drawn_B1 == settings.stop).any(1, keepdims=True)
+        filled_B = filled_B + live_B1[:, 0]
+        end_B = jnp.where((live_B1 & stopped_B1)[:, 0], filled_B, end_B)
+        return tokens_BL, logprobs_BL, filled_B, end_B, count(passes, "ar", live_B1[:, 0], 1), cache, draws
+
+    passes = count(no_passes(batch), "prefill", filled_B > 0, length)
+    state = (prompt.tokens * prompt.given, jnp.zeros((batch, length), jnp.float32), filled_B, end_B, passes, cache, draws)
+    tokens_BL, logprobs_BL, filled_B, _, passes, _, draws = lax.while_loop(lambda s: (s[2] < s[3]).any(), step, state)
+    none = jnp.zeros((batch,), jnp.int32)
+    return Samples(tokens_BL, filled_B, logprobs_BL, passes, none, none, draws)

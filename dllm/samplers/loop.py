@@ -1,0 +1,106 @@
+"""What all samplers share: prompts, results, and the way into and out of rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from dllm.core.types import UserError
+from dllm.ops.draws import Draws, permutation
+from dllm.ops.passes import Passes
+from dllm.ops.settings import Settings
+
+
+@struct.dataclass
+class Prompt:
+    """Sequences of which some tokens are given: none, a prefix, or any set of positions (infilling)."""
+
+    tokens: Any  # [B L] int32, sequence order; read where given
+    given: Any  # [B L] bool
+
+
+@struct.dataclass
+class Samples:
+    tokens: Any  # [B L] int32, sequence order
+    lengths: Any  # [B] int32, tokens of the sequence that count; L unless a left-to-right sampler stopped earlier
+    logprobs: Any  # [B L] of each token when it was settled, under the law that it was drawn from or verified against; 0 where given
+    passes: Passes
+    proposed: Any  # [B] int32, drafted tokens that were judged
+    accepted: Any  # [B] int32, of these, accepted
+    draws: Any  # the door after the run
+
+
+def empty_prompt(batch: int, length: int) -> Prompt:
+    """Returns a prompt that gives nothing."""
+    return Prompt(jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), bool))
+
+
+def make_prompt(rows: list[list[int | None]], length: int) -> Prompt:
+    """Returns a prompt from rows of ids, None at open positions; what a row lacks at its end is open.
+
+    Raises UserError when a row is longer than the model's context.
+    """
+    tokens, given = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
+    for b, row in enumerate(rows):
+        if len(row) > length:
+            raise UserError(f"prompt {b} has {len(row)} tokens, and the model's context is {length}: shorten it")
+        for position, token in enumerate(row):
+            if token is not None:
+                tokens[b, position], given[b, position] = token, True
+    return Prompt(jnp.asarray(tokens), jnp.asarray(given))
+
+
+def require_prefix(prompt: Prompt) -> None:
+    """Raises UserError unless the given tokens of every row are a prefix: what a left-to-right sampler can use."""
+    given = np.asarray(prompt.given)
+    if (given[:, 1:] & ~given[:, :-1]).any():
+        raise UserError("a left-to-right sampler takes a prefix as prompt; this one gives tokens behind open positions")
+
+
+def compile_sampler(sampler: ModuleType, model: ModuleType, config: Any, options: Any) -> Callable[..., Samples]:
+    """Returns a jitted run(variables, settings, draws, prompt) -> Samples: one program, compiled once for each shape of its arguments."""
+
+    def run(variables: Any, settings: Settings, draws: Draws, prompt: Prompt) -> Samples:
+        return sampler.sample(model.bind(config, variables), options, settings, draws, prompt)
+
+    return jax.jit(run)
+
+
+def to_ranks(
+    prompt: Prompt, draws: Draws, order_BL: Int[Array, "B L"] | None
+) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Int[Array, "B"]]:
+    """Returns (order, tokens in rank order, number revealed): uniform order, or the one handed in; given positions are ranked first."""
+    order_BL = permutation(draws, prompt.tokens.shape[1]) if order_BL is None else order_BL
+    first = jnp.argsort(~jnp.take_along_axis(prompt.given, order_BL, 1), axis=1, stable=True)
+    order_BL = jnp.take_along_axis(order_BL, first, 1).astype(jnp.int32)
+    return order_BL, jnp.take_along_axis(prompt.tokens, order_BL, 1), prompt.given.sum(1, dtype=jnp.int32)
+
+
+def to_sequence(x_BL: Array, order_BL: Int[Array, "B L"]) -> Array:
+    """Returns x in sequence order, from rank order."""
+    return jax.vmap(lambda x, order: jnp.zeros_like(x).at[order].set(x, unique_indices=True))(x_BL, order_BL)
+
+
+def put(
+    row_BL: Array, rank_BW: Int[Array, "B W"], value_BW: Array, where_BW: Bool[Array, "B W"]
+) -> Array:
+    """Returns row with value at the ranks where `where` holds."""
+    at_BW = jnp.where(where_BW, rank_BW, row_BL.shape[1])
+    return jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))(row_BL, at_BW, value_BW)
+
+
+def pick(row_BL: Array, rank_BW: Int[Array, "B W"]) -> Array:
+    """Returns row at the ranks; the last one for a rank beyond the end."""
+    return jnp.take_along_axis(row_BL, jnp.minimum(rank_BW, row_BL.shape[1] - 1), 1)
+
+
+def chosen(logp_BWV: Float[Array, "B W V"], token_BW: Int[Array, "B W"]) -> Float[Array, "B W"]:
+    """Returns the log-probability of each token."""
+    return jnp.take_along_axis(logp_BWV, token_BW[:, :, None], 2)[:, :, 0]

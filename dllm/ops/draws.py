@@ -166,7 +166,13 @@ def scripted(scripts: np.ndarray, vocab: int, dtype: Any) -> ScriptedDraws:
 
 
 def enumerate_scripts(
-    run: Callable[[ScriptedDraws], tuple[Any, ScriptedDraws]], *, length: int, cycles: int, vocab: int, rows: int = 256, dtype: Any = np.float64
+    run: Callable[[ScriptedDraws], tuple[Any, ScriptedDraws]],
+    *,
+    length: int,
+    cycles: int,
+    vocab: int,
+    rows: int = 256,
+    dtype: Any = np.float64,
 ) -> Iterator[tuple[float, Any]]:
     """Yields (probability, output of the row) for every run that a sampler can make.
 

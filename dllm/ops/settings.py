@@ -46,7 +46,9 @@ def make_settings(
     """Returns Settings for `batch` rows; a single number serves all of them. Raises UserError that names the setting out of range."""
     row = lambda value, dtype: np.broadcast_to(np.asarray(value, dtype), (batch,))
     ids = lambda value: np.broadcast_to(np.asarray(value, np.int32).reshape(1, -1), (batch, len(value)))
-    numbers = dict(temperature=row(temperature, np.float32), top_k=row(top_k, np.int32), top_p=row(top_p, np.float32), min_p=row(min_p, np.float32))
+    numbers = dict(
+        temperature=row(temperature, np.float32), top_k=row(top_k, np.int32), top_p=row(top_p, np.float32), min_p=row(min_p, np.float32)
+    )
     numbers["max_new"] = row(UNLIMITED if max_new is None else max_new, np.int32)
     lists = dict(banned=ids(banned), stop=ids(stop))
     ranges = {

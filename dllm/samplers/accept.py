@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dllm.ops.draws import Draws, Purpose, Slot, categorical, first
 
@@ -59,7 +59,9 @@ def judge(
         stretch_end_B = columns - jnp.argmax(slot.where[:, ::-1], 1)
         column_B = jnp.where((column_B == stretch_end_B) | ~slot.where.any(1), columns, column_B)
     at_B1 = jnp.minimum(column_B, columns - 1)[:, None]
-    law_BV = residual(*(jnp.take_along_axis(x, at_B1[:, :, None], 1)[:, 0] for x in (draft_BWV, target_BWV)), jnp.take_along_axis(scale_BW, at_B1, 1))
+    law_BV = residual(
+        *(jnp.take_along_axis(x, at_B1[:, :, None], 1)[:, 0] for x in (draft_BWV, target_BWV)), jnp.take_along_axis(scale_BW, at_B1, 1)
+    )
     position_B1 = jnp.take_along_axis(slot.position, at_B1, 1)
     token_B1, draws = categorical(draws, Slot(Purpose.RESIDUAL, position_B1, slot.cycle, (column_B < columns)[:, None]), law_BV[:, None])
     return Verdict(column_B.astype(jnp.int32), token_B1[:, 0], draws)

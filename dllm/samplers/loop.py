@@ -88,9 +88,7 @@ def to_sequence(x_BL: Array, order_BL: Int[Array, "B L"]) -> Array:
     return jax.vmap(lambda x, order: jnp.zeros_like(x).at[order].set(x, unique_indices=True))(x_BL, order_BL)
 
 
-def put(
-    row_BL: Array, rank_BW: Int[Array, "B W"], value_BW: Array, where_BW: Bool[Array, "B W"]
-) -> Array:
+def put(row_BL: Array, rank_BW: Int[Array, "B W"], value_BW: Array, where_BW: Bool[Array, "B W"]) -> Array:
     """Returns row with value at the ranks where `where` holds."""
     at_BW = jnp.where(where_BW, rank_BW, row_BL.shape[1])
     return jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))(row_BL, at_BW, value_BW)

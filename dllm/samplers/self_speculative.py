@@ -74,7 +74,14 @@ def sample(
             target_BWV = jnp.where((rank_BW == 0)[:, :, None], draft_BWV, target_BWV)
             passes = count(passes, "causal", live_B, window)
             where_BW = (rank_BW >= settled_B[:, None]) & (rank_BW < end_B[:, None])
-            verdict = judge(draws, Slot(Purpose.ACCEPT, rank_BW, cycle(n + 1), where_BW), pick(tokens_BL, rank_BW), draft_BWV, target_BWV, options.verification)
+            verdict = judge(
+                draws,
+                Slot(Purpose.ACCEPT, rank_BW, cycle(n + 1), where_BW),
+                pick(tokens_BL, rank_BW),
+                draft_BWV,
+                target_BWV,
+                options.verification,
+            )
             draws, rejected_B = verdict.draws, verdict.column < window
             stop_B = jnp.where(rejected_B, start_B + verdict.column, end_B)
             tokens_BL = put(tokens_BL, stop_B[:, None], verdict.token[:, None], rejected_B[:, None])
@@ -97,4 +104,6 @@ def sample(
     none = jnp.zeros((batch,), jnp.int32)
     state = (tokens_BL, jnp.zeros((batch, length), jnp.float32), revealed_B, jnp.int32(0), no_passes(batch), none, none, draws)
     tokens_BL, logprobs_BL, _, _, passes, proposed_B, accepted_B, draws = lax.while_loop(lambda s: (s[2] < length).any(), outer, state)
-    return Samples(to_sequence(tokens_BL, order_BL), none + length, to_sequence(logprobs_BL, order_BL), passes, proposed_B, accepted_B, draws)
+    return Samples(
+        to_sequence(tokens_BL, order_BL), none + length, to_sequence(logprobs_BL, order_BL), passes, proposed_B, accepted_B, draws
+    )

@@ -62,7 +62,12 @@ def test_first_trial(outcome):
     """The column of the first success or failure, against the geometric law; 20,000 rows, five standard errors."""
     p, n = np.asarray([0.5, 0.8, 0.1, 0.6]), 20_000
     where = jnp.asarray([True, True, False, True])
-    column, _ = first(keyed(n), slot(Purpose.ACCEPT, n, 4, where=jnp.broadcast_to(where[None], (n, 4))), jnp.broadcast_to(jnp.log(p)[None], (n, 4)), outcome)
+    column, _ = first(
+        keyed(n),
+        slot(Purpose.ACCEPT, n, 4, where=jnp.broadcast_to(where[None], (n, 4))),
+        jnp.broadcast_to(jnp.log(p)[None], (n, 4)),
+        outcome,
+    )
     hit = np.where(outcome, p, 1 - p) * np.asarray(where)
     law = np.append(hit, 1) * np.append(1, np.cumprod(1 - hit))
     seen = np.bincount(column, minlength=5) / n

@@ -61,7 +61,16 @@ def test_filters_off_cost_nothing():
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5), dict(min_p=1.0), dict(max_new=0), dict(stop=[4]), dict(banned=[0, 1, 2, 3])],
+    [
+        dict(temperature=-1.0),
+        dict(top_k=-1),
+        dict(top_p=0.0),
+        dict(top_p=1.5),
+        dict(min_p=1.0),
+        dict(max_new=0),
+        dict(stop=[4]),
+        dict(banned=[0, 1, 2, 3]),
+    ],
 )
 def test_out_of_range(settings):
     with pytest.raises(UserError, match=next(iter(settings))):

@@ -19,7 +19,16 @@ def passes(table):
 
 @pytest.mark.parametrize(
     "length, rate, expect",
-    [(256, 0.002, 256), (256, 0.005, 141), (256, 0.01, 80), (256, 0.02, 44), (256, 0.04, 24), (256, 0.083, 12), (1024, 0.01, 92), (1024, 0.083, 12)],
+    [
+        (256, 0.002, 256),
+        (256, 0.005, 141),
+        (256, 0.01, 80),
+        (256, 0.02, 44),
+        (256, 0.04, 24),
+        (256, 0.083, 12),
+        (1024, 0.01, 92),
+        (1024, 0.083, 12),
+    ],
 )
 def test_cosine_passes(length, rate, expect):
     """The numbers of outer passes that are known for the cosine window."""

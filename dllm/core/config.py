@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import types
 import typing
@@ -112,7 +113,8 @@ def main(program: Callable[[], None]) -> None:
         except UserError as e:  # raised by a config file
             fail(e)
         except (AttributeError, KeyError) as e:  # --config.KEY of a key that the file does not have
-            fail(f"no such key in the config file: {str(e.args[0]).strip("'\"")}")
+            name = re.findall(r"\w+", re.split(r"\\n|\n", str(e.args[0]))[0])[-1]  # of a sentence that differs from case to case
+            fail(f"the config file has no key {name}: look at the --config.KEY=VALUE options")
         if len(rest) > 1:
             fail(f"unexpected argument {rest[1]!r}; options are written --name=value")
         return rest

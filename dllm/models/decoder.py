@@ -1,0 +1,151 @@
+"""The transformer block, a scanned stack of it, and the plain decoder; pure functions of (variables, arrays).
+
+Pre-norm, RMSNorm, grouped-query attention with a norm on each head's queries and keys, rotate-half rotary, SwiGLU, no biases: the
+shape of Qwen3. Masks, rotary tables and the cache are call arguments; the cache is also a result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from dllm.core.types import UserError
+from dllm.models.attention import attention
+from dllm.models.cache import Cache
+from dllm.ops.layers import Dense, RMSNorm
+from dllm.ops.masks import Mask
+from dllm.ops.rotary import Table, rotary_table, rotate
+
+# Partition specs by parameter path, the first match wins. A rule names an array's last axes, so that it serves a scanned stack's
+# leading N and the optimizer's moments too. Vocabulary axes stay whole: 27 symbols, or 50,257, divide by nothing.
+RULES = (
+    (r"embed/embedding$", (None, "fsdp")),
+    (r"head/kernel$", ("fsdp", None)),
+    (r"(q|k|v|gate|up)/kernel$", ("fsdp", "tensor")),
+    (r"(o|down)/kernel$", ("tensor", "fsdp")),
+    (r"scale$", ()),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """The shape of one block. `dtype` is that of the activations; parameters are float32.
+
+    remat  recompute a block's inside in the backward pass: a fifth of the memory. Even of time on CPU, where touching the memory of
+           saved activations costs as much as the products (a step of the hybrid's `mini`: 0.95 against 1.3 core seconds).
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp: int
+    dtype: str = "float32"
+    remat: bool = False
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise UserError(f"model has {self.heads} heads and {self.kv_heads} kv_heads; make the first a multiple of the second")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"model.dtype is {self.dtype!r}; it can be 'float32' or 'bfloat16'")
+
+
+def constrain(h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+    """Returns h with its rows laid over (data, fsdp) where a mesh is set. Left alone, XLA may gather activations in place of weights."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return h_BLD
+    return lax.with_sharding_constraint(h_BLD, PartitionSpec(("data", "fsdp")))
+
+
+class Block(nn.Module):
+    """h + attention(norm(h)), then h + mlp(norm(h)). The carry (h, cache) and the scanned layer index are nn.scan's signature."""
+
+    config: BlockConfig
+    depth: int  # of the stack; the branches' last products start smaller by sqrt(2 depth), so that their sum doesn't grow with it
+
+    @nn.compact
+    def __call__(
+        self, carry: tuple[Float[Array, "B L D"], Cache | None], layer: Int[Array, ""], mask: Mask, query_table: Table, key_table: Table
+    ) -> tuple[tuple[Float[Array, "B L D"], Cache | None], None]:
+        cfg, (h_BLD, cache) = self.config, carry
+        B, L, D = h_BLD.shape
+        quiet = (2 * self.depth) ** -0.5
+
+        x_BLD = RMSNorm(name="attn_norm")(h_BLD)
+        q_BLHK = Dense(cfg.heads * cfg.head_width, name="q")(x_BLD).reshape(B, L, cfg.heads, cfg.head_width)
+        k_BLGK = Dense(cfg.kv_heads * cfg.head_width, name="k")(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
+        v_BLGK = Dense(cfg.kv_heads * cfg.head_width, name="v")(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
+        q_BLHK = rotate(RMSNorm(name="q_norm")(q_BLHK), query_table)
+        k_BLGK = rotate(RMSNorm(name="k_norm")(k_BLGK), key_table)
+        if cache is None:
+            mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, mask)
+        else:
+            cache = cache.write(layer, k_BLGK, v_BLGK)
+            k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, 0, keepdims=False) for c in (cache.k, cache.v))
+            mixed_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask, cache.lengths_B)
+        h_BLD = h_BLD + Dense(D, quiet, name="o")(mixed_BLHK.reshape(B, L, -1))
+
+        x_BLD = RMSNorm(name="mlp_norm")(h_BLD)
+        x_BLF = nn.silu(Dense(cfg.mlp, name="gate")(x_BLD)) * Dense(cfg.mlp, name="up")(x_BLD)
+        h_BLD = h_BLD + Dense(D, quiet, name="down")(x_BLF)
+        return (constrain(h_BLD), cache), None
+
+
+class Stack(nn.Module):
+    """Blocks in a row, scanned, their parameters stacked on a leading axis N: compile time doesn't grow with depth."""
+
+    config: BlockConfig
+    layers: int
+
+    @nn.compact
+    def __call__(
+        self, h_BLD: Float[Array, "B L D"], mask: Mask, query_table: Table, key_table: Table, cache: Cache | None = None
+    ) -> tuple[Float[Array, "B L D"], Cache | None]:
+        """Returns (h, cache): the last block's output, and the cache with this call's keys and values written (None without one).
+
+        The cache is the scan's carry, the layer its scanned input: passed as scanned inputs and outputs it would be copied whole.
+        """
+        block = nn.remat(Block, prevent_cse=False) if self.config.remat and cache is None else Block
+        scanned = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.layers,
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            check_constancy_invariants=False,  # spares one of the two traces
+        )
+        layer = jnp.arange(self.layers, dtype=jnp.int32)
+        # nn.scan drops keyword arguments, so all are positional.
+        carry, _ = scanned(self.config, self.layers, name="layers")((constrain(h_BLD), cache), layer, mask, query_table, key_table)
+        return carry
+
+
+class Decoder(nn.Module):
+    """Tokens in, logits of the same rows out, float32 or wider. Ids vocab and above may be read (masks, BOS), never written."""
+
+    config: BlockConfig
+    layers: int
+    vocab: int
+    extra: int  # ids that may be read only
+    theta: float
+
+    def setup(self):
+        self.embed = nn.Embed(self.vocab + self.extra, self.config.width, dtype=self.config.dtype, embedding_init=nn.initializers.normal(1.0))
+        self.stack = Stack(self.config, self.layers)
+        self.norm = RMSNorm()
+        self.head = Dense(self.vocab)
+
+    def __call__(
+        self, cache: Cache | None, tokens_BQ: Int[Array, "B Q"], positions_BQ: Int[Array, "B Q"], mask: Mask
+    ) -> tuple[Float[Array, "B Q V"], Cache | None]:
+        """Returns (logits, cache). Rotary positions are given; the mask compares sequence indices, cache length + row."""
+        table = rotary_table(positions_BQ[:, :, None], self.config.head_width, self.theta)
+        h_BQD, cache = self.stack(self.embed(tokens_BQ), mask, table, table, cache)
+        logits_BQV = self.head(self.norm(h_BQD))
+        return logits_BQV.astype(jnp.promote_types(logits_BQV.dtype, jnp.float32)), cache

@@ -1,0 +1,174 @@
+"""Checkpoints: all of orbax is in this file.
+
+A workdir's checkpoints/STEP holds five items, each restorable alone: params, ema, train {step, opt_state}, data (the position of the data
+iterator) and config. orbax writes a step beside its place and renames it: a run that is killed leaves whole steps and rubbish, never a
+broken step. Copies and full disks leave those too, so a step counts only if all its items are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from dllm.core.paths import map_named, named_leaves
+from dllm.core.types import UserError
+from dllm.train import sharding
+from dllm.train.run import Run, check_same, part
+from dllm.train.state import TrainState
+
+KEEP = 3
+ITEMS = ("params", "ema", "train", "data", "config")
+_HANDLERS = {
+    "params": ocp.StandardCheckpointHandler,
+    "ema": ocp.StandardCheckpointHandler,
+    "train": ocp.StandardCheckpointHandler,
+    "data": grain.checkpoint.CheckpointHandler,
+    "config": ocp.JsonCheckpointHandler,
+}
+
+
+def complete_steps(workdir: str | Path) -> list[int]:
+    """Returns the steps that have a whole checkpoint, ascending."""
+    folder = Path(workdir) / "checkpoints"
+    whole = lambda step: (step / "_CHECKPOINT_METADATA").is_file() and all((step / item).is_dir() for item in ITEMS)
+    return sorted(int(step.name) for step in folder.glob("*") if step.name.isdecimal() and whole(step))
+
+
+def manager(workdir: str | Path, writing: bool) -> ocp.CheckpointManager:
+    """Returns orbax's manager. With `writing`, the rubbish of killed runs is removed and incomplete steps are renamed out of the way."""
+    folder = Path(workdir).absolute() / "checkpoints"
+    if writing and jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for step in folder.iterdir():
+            if ocp.utils.is_tmp_checkpoint(step):
+                shutil.rmtree(step)
+            elif step.name.isdecimal() and int(step.name) not in complete_steps(workdir):
+                step.rename(step.with_name(f"incomplete-{step.name}"))  # else orbax would refuse to save below this step
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, create=writing, save_root_metadata=False)
+    return ocp.CheckpointManager(folder, options=options, item_handlers={item: make() for item, make in _HANDLERS.items()})
+
+
+def save(manager: ocp.CheckpointManager, step: int, state: TrainState, batches: Any, config: dict[str, Any]) -> None:
+    """Copies the state and goes on; the writing itself is done in the background, until the manager is closed or saves again."""
+    args = ocp.args.Composite(
+        params=ocp.args.StandardSave(state.params),
+        ema=ocp.args.StandardSave(state.ema),
+        train=ocp.args.StandardSave({"step": state.step, "opt_state": state.opt_state}),
+        data=grain.checkpoint.CheckpointSave(batches),
+        config=ocp.args.JsonSave(config),
+    )
+    if not manager.save(step, args=args):
+        raise RuntimeError(f"orbax refused to save step {step} after steps {manager.all_steps()}")
+
+
+def restore(manager: ocp.CheckpointManager, step: int, like: TrainState, batches: Any, run: Run) -> TrainState:
+    """Returns the state of `step`, laid out as `like` (shapes, dtypes and shardings), and sets the iterator `batches` to where it was.
+
+    Raises UserError if the checkpoint is of another run or another model, or damaged.
+    """
+    config = _restore(manager, step, config=ocp.args.JsonRestore())["config"]
+    check_same(config, run.to_dict(), manager.directory.parent)
+    trees = {"params": like.params, "ema": like.ema, "train": {"step": like.step, "opt_state": like.opt_state}}
+    for item, tree in trees.items():
+        _check_tree(manager, step, item, tree)
+    args = {item: ocp.args.StandardRestore(tree) for item, tree in trees.items()}
+    items = _restore(manager, step, **args, data=grain.checkpoint.CheckpointRestore(batches))
+    return TrainState(items["train"]["step"], items["params"], items["ema"], items["train"]["opt_state"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A trained model, as sampling and evaluation want it."""
+
+    config: dict[str, dict[str, Any]]  # the run's, resolved
+    model_module: ModuleType
+    model_config: Any
+    variables: dict[str, Any]  # {"params": the EMA weights}
+    step: int
+
+
+def load_run(workdir: str | Path, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
+    """Returns the model that a workdir's checkpoint holds, at `step` or the last one, over `mesh` or on the first device.
+
+    Nothing but the checkpoint is read, and it may come from any number of devices. Raises UserError if there is none, or it is damaged.
+    """
+    steps = complete_steps(workdir)
+    if not steps:
+        raise UserError(f"{workdir} holds no checkpoint; pass the --workdir of a training run")
+    if step is not None and step not in steps:
+        raise UserError(f"{workdir} has no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
+    step = steps[-1] if step is None else step
+    with manager(workdir, writing=False) as reader:
+        config = _restore(reader, step, config=ocp.args.JsonRestore())["config"]
+        model = part("models", "Config", config["model"], "model")
+        like = jax.eval_shape(lambda: model.module.init(model.config, jax.random.key(0))["params"])
+        _check_tree(reader, step, "ema", like)
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        layout = sharding.shardings(like, model.module.RULES, mesh) if mesh else jax.tree.map(lambda _: one, like)
+        like = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), like, layout)
+        params = _restore(reader, step, ema=ocp.args.StandardRestore(like))["ema"]
+    return Loaded(config, model.module, model.config, {"params": params}, step)
+
+
+def warm_start(state: TrainState, workdir: str | Path, mesh: Mesh) -> tuple[TrainState, str]:
+    """Returns (the state with another run's EMA weights where path, shape and dtype agree, a line that says which do).
+
+    Raises UserError if none does.
+    """
+    loaded = load_run(workdir, mesh=mesh)
+    theirs, ours = named_leaves(loaded.variables["params"]), named_leaves(state.params)
+    same = [n for n in ours if n in theirs and (theirs[n].shape, theirs[n].dtype) == (ours[n].shape, ours[n].dtype)]
+    if not same:
+        raise UserError(f"train.init_from={workdir}: none of its parameters has the path and shape of one of this model's")
+    take = lambda name, leaf: jax.device_put(theirs[name], leaf.sharding) if name in same else leaf
+    params, ema = map_named(take, state.params), map_named(lambda name, leaf: jnp.copy(take(name, leaf)), state.params)
+    new, unused = [n for n in ours if n not in same], [n for n in theirs if n not in same]
+    text = f"{workdir} step {loaded.step}: {len(same)} of {len(ours)} parameters loaded"
+    text += f"; new: {', '.join(new)}" * bool(new) + f"; not used: {', '.join(unused)}" * bool(unused)
+    return state.replace(params=params, ema=ema), text
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, **args: Any) -> Any:
+    """Returns the items that args name."""
+    with _reading(manager, step):
+        return manager.restore(step, args=ocp.args.Composite(**args))
+
+
+def _check_tree(manager: ocp.CheckpointManager, step: int, item: str, like: Any) -> None:
+    """Returns None if the stored item has the leaves of `like`: orbax itself casts another dtype silently."""
+    with _reading(manager, step) as where:
+        metadata = manager.item_metadata(step)[item].tree
+    describe = lambda tree: {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in named_leaves(tree).items()}
+    stored, wanted = describe(metadata), describe(like)
+    for name in sorted({*stored, *wanted}):
+        was, now = stored.get(name, "absent"), wanted.get(name, "absent")
+        if was != now:
+            raise UserError(f"{where} is of another model: {item}/{name} is {was}, not {now}; use its config, or another --workdir")
+
+
+@contextlib.contextmanager
+def _reading(manager: ocp.CheckpointManager, step: int) -> Iterator[str]:
+    """Yields the checkpoint's name for messages; whatever goes wrong inside is damage (truncated files surface as many types).
+
+    After a failure, reads still under way call back into orbax's closed event loop, and each prints a traceback: these are silenced.
+    """
+    where, hook = f"checkpoint {manager.directory}/{step}", sys.unraisablehook
+    sys.unraisablehook = lambda e: None if "Event loop is closed" in str(e.exc_value) else hook(e)
+    try:
+        yield where
+    except Exception as e:
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0][:120]
+        raise UserError(f"{where} is damaged ({reason} ...); remove that folder to go on from the one before") from e
+    sys.unraisablehook = hook

@@ -1,0 +1,84 @@
+"""One update, and one evaluation, as jitted functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from dllm.train import optim, sharding
+from dllm.train.run import Run
+from dllm.train.state import EVAL, STEP, TrainState, abstract, layout, stream
+
+Metrics = dict[str, Any]  # scalars
+
+
+def loss(run: Run, params: Any, tokens_BL: Int[Array, "B L"], key: jax.Array) -> tuple[Any, Metrics]:
+    """Returns (loss, metrics) of the run's model and objective."""
+    functions = run.model.module.bind(run.model.config, {"params": params})
+    return run.objective.module.loss(functions, tokens_BL, key, run.objective.config)
+
+
+def gradients(run: Run, params: Any, tokens_BL: Int[Array, "B L"], key: jax.Array) -> tuple[Any, Metrics]:
+    """Returns (gradients of the trained parameters, metrics). Those of frozen ones are never built: they are constants here."""
+    trained, frozen = optim.split(params, run.optim.train_only)
+    return jax.grad(lambda trained: loss(run, optim.merge(trained, frozen), tokens_BL, key), has_aux=True)(trained)
+
+
+def make_train_step(run: Run, mesh: Mesh) -> Callable[[TrainState, Int[Array, "B L"]], tuple[TrainState, Metrics]]:
+    """Returns the jitted step (state, tokens_BL) -> (state, metrics). It takes the old state's buffers for the new one.
+
+    metrics: the objective's, and `grad_norm`, before clipping. All are of the state that came in: if they are finite, the new state is too.
+    """
+    tx = optim.optimizer(run.optim, run.train.steps)
+
+    def train_step(state: TrainState, tokens_BL: Int[Array, "B L"]) -> tuple[TrainState, Metrics]:
+        grads, metrics = gradients(run, state.params, tokens_BL, jax.random.fold_in(stream(run.train.seed, STEP), state.step))
+        trained, frozen = optim.split(state.params, run.optim.train_only)
+        averaged, still = optim.split(state.ema, run.optim.train_only)
+        updates, opt_state = tx.update(grads, state.opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
+        averaged = optim.ema_update(run.optim, state.step, averaged, trained)
+        state = TrainState(state.step + 1, optim.merge(trained, frozen), optim.merge(averaged, still), opt_state)
+        return state, {**metrics, "grad_norm": optax.tree.norm(grads)}
+
+    where = layout(abstract(run, mesh))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(where, sharding.batch_sharding(mesh)),
+        out_shardings=(where, sharding.replicated(mesh)),
+    )
+
+
+def make_eval_step(run: Run, mesh: Mesh) -> Callable[[Any, Int[Array, "B L"], Int[Array, ""]], Metrics]:
+    """Returns the jitted (params, tokens_BL, index) -> metrics. The index of a batch is its seed: every evaluation draws the same noise."""
+
+    def eval_step(params: Any, tokens_BL: Int[Array, "B L"], index: Int[Array, ""]) -> Metrics:
+        return loss(run, params, tokens_BL, jax.random.fold_in(stream(run.train.seed, EVAL), index))[1]
+
+    where = layout(abstract(run, mesh))
+    return jax.jit(
+        eval_step,
+        in_shardings=(where.params, sharding.batch_sharding(mesh), sharding.replicated(mesh)),
+        out_shardings=sharding.replicated(mesh),
+    )
+
+
+def evaluate(eval_step: Callable[..., Metrics], params: Any, batches: Iterable[Any], mesh: Mesh) -> dict[str, float]:
+    """Returns the mean of each metric over the batches (numpy [B, L])."""
+    with jax.set_mesh(mesh):
+        rows = [eval_step(params, sharding.put_batch(tokens, mesh), jnp.int32(i)) for i, tokens in enumerate(batches)]
+    rows = [to_row(row) for row in rows]
+    return {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+
+
+def to_row(metrics: Metrics) -> dict[str, float]:
+    """Returns the metrics as numbers, the loss first. Waits for the step that they are of."""
+    metrics = jax.device_get(metrics)
+    return {key: float(metrics[key]) for key in ("loss", *sorted(metrics.keys() - {"loss"}))}

@@ -1,0 +1,82 @@
+"""Prints samples of a trained run, with the network passes that each took.
+
+    python experiments/sample.py --workdir=runs/text8 --sampler=self_speculative --num=16
+        [--option.rate=0.05 --option.n_verify=4 ...]      options of the sampler (dllm/samplers/<name>.py, Options)
+        [--setting.temperature=0.8 --setting.top_p=0.9]   settings that every sampler obeys
+        [--prompt="the king of "]                         a prefix; with ? at open positions: infilling, "the ??????? of spain"
+
+Also writes them as JSON lines, one a sample, to --out (WORKDIR/samples/... by default).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_dict, config_flags
+
+import dllm.samplers
+from dllm.core.config import main, write_atomic
+from dllm.data.corpus import decode
+from dllm.evals.generate import Request, generate, make_task, parse_prompt
+from dllm.train.checkpoint import load_run
+from dllm.train.sharding import MeshConfig, make_mesh
+
+
+def all_options() -> dict[str, Any]:
+    """Returns the options of all samplers, none of them set: flags are read before the sampler's name is known."""
+    modules = [importlib.import_module(f"dllm.samplers.{m.name}") for m in pkgutil.iter_modules(dllm.samplers.__path__)]
+    fields = [f for module in modules if hasattr(module, "Options") for f in dataclasses.fields(module.Options)]
+    return {f.name: config_dict.placeholder(type(f.default)) for f in fields}
+
+
+def define(name: str, values: dict[str, Any]) -> flags.FlagHolder:
+    """Returns the flag --name.KEY=VALUE. ml_collections looks up the keys of the command line here: a wrong one ends the program now."""
+    try:
+        return config_flags.DEFINE_config_dict(name, config_dict.ConfigDict(values))
+    except AttributeError as e:
+        print(f"error: there is no --{name}.{str(e).strip(chr(34) + chr(39))}; there are: {', '.join(values)}", file=sys.stderr)
+        sys.exit(2)
+
+
+FLAGS = flags.FLAGS
+SETTING = define("setting", dataclasses.asdict(Request()))
+OPTION = define("option", all_options())
+flags.DEFINE_string("workdir", None, "workdir of a trained run", required=True)
+flags.DEFINE_string("sampler", None, "a module of dllm/samplers", required=True)
+flags.DEFINE_integer("num", 16, "samples")
+flags.DEFINE_integer("batch", 128, "samples that are drawn together")
+flags.DEFINE_string("prompt", "", "a-z and space; ? is an open position. What lies behind its end is open too")
+flags.DEFINE_integer("seed", 0, "sample n depends on the seed and on n")
+flags.DEFINE_integer("step", None, "checkpoint to sample from; the latest by default")
+flags.DEFINE_string("out", "", "file of the JSON lines")
+
+
+def run() -> None:
+    mesh = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1))
+    loaded = load_run(FLAGS.workdir, FLAGS.step, mesh)
+    options = {k: v for k, v in OPTION.value.items() if v is not None}
+    task = make_task(loaded, FLAGS.sampler, options, SETTING.value.to_dict())
+    g = generate(task, num=FLAGS.num, batch=FLAGS.batch, seed=FLAGS.seed, row=parse_prompt(FLAGS.prompt), mesh=mesh)
+    lines: list[dict[str, Any]] = []
+    for n, (tokens_L, length) in enumerate(zip(g.tokens_BL, g.lengths_B, strict=True)):
+        text = decode(tokens_L[:length])
+        lines.append({"text": text, "nfe": int(g.nfe_B[n]), "nfe_weighted": float(g.nfe_weighted_B[n])})
+        lines[-1] |= {"new_tokens": int(g.new_B[n]), "proposed": int(g.proposed_B[n]), "accepted": int(g.accepted_B[n])}
+        print(f"[{n}] {g.nfe_B[n]:>4} passes  {text}")
+    rate = f", {g.accepted_B.sum() / g.proposed_B.sum():.1%} of the drafted tokens accepted" if g.proposed_B.sum() else ""
+    per_pass = g.new_B.sum() / max(g.nfe_B.sum(), 1)
+    print(f"{g.nfe_B.mean():.1f} passes a sample, {per_pass:.2f} tokens a pass{rate}, {g.seconds_per_sample:.3g} s a sample")
+    out = Path(FLAGS.out) if FLAGS.out else Path(FLAGS.workdir) / "samples" / f"{FLAGS.sampler}_step{loaded.step}_seed{FLAGS.seed}.jsonl"
+    write_atomic(out, "".join(json.dumps(line) + "\n" for line in lines))
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,156 @@
+"""Measures a grid of sampler settings on one or more trained runs: one row a setting in OUT/results.jsonl.
+
+    python experiments/sweep.py --config=configs/sweeps/text8_nfe.py --workdir=runs/text8 [--workdir=...] --out=runs/text8/nfe
+
+Rows that are there already are skipped, so a sweep that was stopped goes on where it was. Per-sample values lie in OUT/samples/*.npz, the
+scores of real held-out text (ceiling) and of its shuffled characters (floor) in OUT/reference.json. experiments/plot.py draws it all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from dllm.core.config import config_dict, main, to_dataclass, write_atomic
+from dllm.core.lookup import lookup
+from dllm.core.types import UserError
+from dllm.data import pipeline
+from dllm.data.corpus import DataConfig
+from dllm.evals import results
+from dllm.evals.generate import Generated, Task, generate, make_task
+from dllm.evals.spelling import read_words, shuffle
+from dllm.evals.stats import Context, Metric
+from dllm.ops.passes import mean_by_kind
+from dllm.train.checkpoint import load_run
+from dllm.train.sharding import MeshConfig, make_mesh
+
+FLAGS = flags.FLAGS
+CONFIG = config_flags.DEFINE_config_file("config", None, "the grid, a file in configs/sweeps/")
+flags.DEFINE_multi_string("workdir", None, "workdir of a trained run; give it again for more", required=True)
+flags.DEFINE_string("out", None, "folder of the results", required=True)
+flags.DEFINE_integer("step", None, "checkpoint to measure; the latest by default")
+
+
+@dataclass(frozen=True)
+class PointConfig:
+    sampler: str
+    options: Any  # dict of the sampler's Options
+    settings: Any  # dict of dllm.evals.generate.Request
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    num_samples: int
+    batch: int
+    seed: int
+    evals: tuple[str, ...]
+    judge: str  # workdir of a gpt run, for gen_nll; "": none
+    points: tuple[PointConfig, ...]
+
+
+def score(config: SweepConfig, context: Context, tokens_BL: np.ndarray, lengths_B: np.ndarray) -> dict[str, Metric]:
+    """Returns all metrics of the sweep."""
+    return {k: v for name in config.evals for k, v in lookup("evals", name).evaluate(tokens_BL, lengths_B, context).items()}
+
+
+def make_row(g: Generated, metrics: dict[str, Metric]) -> dict[str, Any]:
+    """Returns the measured part of a row. A cycle is a round of drafting and judging: a main pass that doesn't just draft or commit."""
+    cycles = g.nfe_B.sum() - g.passes.draft.sum() - g.passes.commit.sum()
+    row = {
+        "num_samples": len(g.tokens_BL),
+        "nfe": float(g.nfe_B.mean()),
+        "nfe_weighted": float(g.nfe_weighted_B.mean()),
+        "passes": mean_by_kind(g.passes),
+        "tokens_per_pass": float(g.new_B.sum() / g.nfe_B.sum()),
+        "tokens_per_cycle": float(g.new_B.sum() / cycles),
+        "accept_rate": float(g.accepted_B.sum() / g.proposed_B.sum()) if g.proposed_B.sum() else None,
+        "seconds_per_sample": g.seconds_per_sample,
+    }
+    for name, metric in metrics.items():
+        row |= {name: results.number(metric.value), f"{name}_stderr": results.number(metric.stderr)}
+    return row
+
+
+def write_reference(out: Path, run: Any, config: SweepConfig, context: Context) -> None:
+    """Writes OUT/reference.json: every metric of real held-out chunks (ceiling) and of their shuffled characters (floor), with stderr."""
+    data = to_dataclass(DataConfig, run.config["data"], "data")
+    chunks_BL = pipeline.chunks(lookup("data", data.name).load(data).valid, data.length)
+    chunks_BL = chunks_BL[np.linspace(0, len(chunks_BL) - 1, min(len(chunks_BL), max(config.num_samples, 512))).astype(int)]
+    reference: dict[str, Any] = {"data": asdict(data), "num_samples": len(chunks_BL)}
+    for side, tokens_BL in (("ceiling", chunks_BL), ("floor", shuffle(chunks_BL))):
+        for name, m in score(config, context, tokens_BL, np.full(len(tokens_BL), tokens_BL.shape[1])).items():
+            reference.setdefault(name, {}).update({side: results.number(m.value), f"{side}_stderr": results.number(m.stderr)})
+    write_atomic(out / "reference.json", json.dumps(reference, indent=1))
+
+
+def print_table(rows: list[dict[str, Any]], names: list[str]) -> None:
+    """Prints one line a row, by model and sampler, fewest passes first; of the settings those that differ within the sampler."""
+    head = f"{'model':12} {'sampler':18} {'setting':24} {'nfe':>7} {'weighted':>8} {'tok/pass':>8} {'accept':>6} {'ms/sample':>9}"
+    print(f"\n{head}  " + "  ".join(f"{n:>16}" for n in names))
+    for r in sorted(rows, key=lambda r: (r["model"], r["sampler"], r["nfe"])):
+        peers = [p["setting"] for p in rows if p["sampler"] == r["sampler"]]
+        setting = " ".join(f"{k}={v}" for k, v in r["setting"].items() if any(p.get(k) != v for p in peers))
+        accept = "" if r["accept_rate"] is None else f"{r['accept_rate']:.3f}"
+        speed = f"{r['nfe']:7.2f} {r['nfe_weighted']:8.2f} {r['tokens_per_pass']:8.2f} {accept:>6} {1e3 * r['seconds_per_sample']:9.2f}"
+        print(f"{r['model']:12} {r['sampler']:18} {setting:24} {speed}  " + "  ".join(f"{_pm(r, n):>16}" for n in names))
+
+
+def _pm(row: dict[str, Any], name: str) -> str:
+    value, stderr = row.get(name), row.get(f"{name}_stderr")
+    return "" if value is None else f"{value:.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")
+
+
+def run() -> None:
+    config = to_dataclass(SweepConfig, config_dict(CONFIG.value), "config")
+    out = Path(FLAGS.out)
+    mesh = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1))
+    needs = {field: name for name in config.evals for field in getattr(lookup("evals", name), "NEEDS", ())}
+    judge = load_run(config.judge) if config.judge else None
+    work: list[tuple[dict[str, Any], Task, Context]] = []  # everything is checked before anything is measured
+    for workdir in FLAGS.workdir:
+        loaded = load_run(workdir, FLAGS.step, mesh)
+        context = Context(words=read_words(workdir) if "words" in needs else None, judge=judge)
+        for field, metric in needs.items():
+            context.need(field, metric)
+        digest = hashlib.sha256(json.dumps(loaded.config, sort_keys=True).encode()).hexdigest()[:12]
+        name = {"model": Path(workdir).resolve().name, "step": loaded.step, "config_hash": digest}
+        for point in config.points:
+            task = make_task(loaded, point.sampler, point.options, point.settings)
+            setting = asdict(task.options) | task.request.changed()
+            work.append((name | {"sampler": point.sampler, "setting": setting, "seed": config.seed}, task, context))
+    results.repair(out / "results.jsonl")
+    there = {results.row_key(row): row for row in results.read_rows(out)}
+    fits = lambda row: row["num_samples"] == config.num_samples and set(config.evals) <= set(row["evals"])
+    todo = [w for w in work if not (results.row_key(w[0]) in there and fits(there[results.row_key(w[0])]))]
+    if not (out / "reference.json").exists():
+        try:
+            write_reference(out, work[0][1].run, config, work[0][2])
+        except UserError as e:  # the data may lie on another machine
+            print(f"no reference.json, hence no lines of real and shuffled text: {e}")
+    print(f"{len(work)} settings, {len(work) - len(todo)} of them there already")
+    clock = time.monotonic()
+    for n, (key, task, context) in enumerate(todo, 1):
+        g = generate(task, num=config.num_samples, batch=config.batch, seed=config.seed, mesh=mesh)
+        metrics = score(config, context, g.tokens_BL, g.lengths_B)
+        row = key | make_row(g, metrics) | {"evals": list(config.evals)}
+        arrays = {"tokens": g.tokens_BL.astype(np.uint16), "lengths": g.lengths_B, "nfe": g.nfe_B, "nfe_weighted": g.nfe_weighted_B}
+        results.append_row(out, row, arrays | {"proposed": g.proposed_B, "accepted": g.accepted_B} | results.metric_arrays(metrics))
+        left = (time.monotonic() - clock) / n * (len(todo) - n)
+        first = next(iter(metrics))
+        print(f"[{n}/{len(todo)}] {key['sampler']} nfe {row['nfe']:.2f} {first} {_pm(row, first)}, about {left:.0f} s left", flush=True)
+    ours = {results.row_key(w[0]) for w in work}
+    rows = [r for r in results.read_rows(out) if results.row_key(r) in ours]
+    print_table(rows, [k for k in rows[0] if f"{k}_stderr" in rows[0]])
+    print(f"wrote {out / 'results.jsonl'}, {out / 'samples'} and {out / 'reference.json'}")
+
+
+if __name__ == "__main__":
+    main(run)

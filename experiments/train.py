@@ -1,0 +1,150 @@
+"""Trains the model of a config file, and goes on where an earlier run in the same workdir stopped, to the same numbers.
+
+    python experiments/train.py --config=configs/text8_ssmd.py --workdir=runs/text8 [--config.KEY=VALUE ...]
+    python experiments/train.py --config=configs/text8_ssmd.py:paper --workdir=runs/paper     # another preset of the file
+
+The workdir gets config.json, words.txt.gz (the words of the training text), metrics.jsonl, samples/ and checkpoints/.
+Ctrl-C and SIGTERM save before they end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from ml_collections import config_flags
+
+from dllm.core import config
+from dllm.core.lookup import lookup
+from dllm.core.types import UserError
+from dllm.data import corpus as corpora
+from dllm.data import pipeline
+from dllm.ops.draws import KeyedDraws
+from dllm.ops.settings import make_settings
+from dllm.samplers import loop
+from dllm.train import checkpoint, sharding, step, workdir
+from dllm.train.run import Run, run_config
+from dllm.train.state import SAMPLE, abstract, create, stream
+from dllm.train.writer import Writer
+
+CONFIG = config_flags.DEFINE_config_file("config", None, "a file of configs/; :NAME picks a preset, --config.KEY=VALUE overrides")
+WORKDIR = flags.DEFINE_string("workdir", None, "where the run is kept", required=True)
+
+
+def main() -> None:
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:  # one of several processes
+        jax.distributed.initialize()
+    run, folder = run_config(config.config_dict(CONFIG.value)), Path(WORKDIR.value)
+    mesh = sharding.make_mesh(run.mesh)
+    rows = sharding.batch_rows(mesh)
+    if run.train.batch % rows:
+        raise UserError(f"train.batch={run.train.batch} must be a multiple of the mesh's data x fsdp = {rows}")
+    workdir.check_run(folder, run)
+    corpus = lookup("data", run.data.name).load(run.data)
+    with workdir.locked(folder) if jax.process_index() == 0 else contextlib.nullcontext():
+        train(run, folder, mesh, corpus)
+
+
+def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpus) -> None:
+    """Runs the steps that are missing."""
+    plan, length, process = run.train, run.data.length, (jax.process_index(), jax.process_count())
+    first = process[0] == 0  # the process that writes what isn't a checkpoint
+    batches = pipeline.train_batches(corpus.train, length, plan.batch, plan.seed, *process)
+    valid = [batch["tokens"] for batch in pipeline.eval_batches(corpus.valid, length, plan.batch, plan.eval_batches, *process)]
+    train_step, eval_step = step.make_train_step(run, mesh), step.make_eval_step(run, mesh)
+    samples = make_samples(run, mesh) if run.sampler else None
+    due = lambda now, every: every > 0 and (now % every == 0 or now == plan.steps)
+
+    with checkpoint.manager(folder, writing=True) as checkpoints, jax.set_mesh(mesh), workdir.asked_to_stop() as stop:
+        # State: this workdir's last checkpoint, or else another run's weights, or else fresh.
+        start = saved = max(checkpoint.complete_steps(folder), default=0)
+        if start:
+            state, origin = checkpoint.restore(checkpoints, start, abstract(run, mesh), batches, run), f"resumed at step {start}"
+        else:
+            state, origin = create(run, mesh), "from scratch"
+            if plan.init_from:
+                state, origin = checkpoint.warm_start(state, plan.init_from, mesh)
+        if first:
+            workdir.write_run(folder, run)
+            if not (folder / "words.txt.gz").exists():
+                text = "".join(word + "\n" for word in corpora.words(corpus.train))
+                config.write_atomic(folder / "words.txt.gz", gzip.compress(text.encode(), mtime=0))
+        log = Writer(folder / "metrics.jsonl", start, plan.steps, plan.batch * length, silent=not first)
+        size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        characters = f"{len(corpus.train):,} characters of {corpus.name}"
+        log.show(f"{run.model.name}, {size:,} parameters, {characters}, {mesh.size} device(s); {origin}")
+
+        def settle(now: int, metrics: step.Metrics) -> None:
+            """Reads a step's metrics, which waits for it; stops if they are not finite, writes them if they are due."""
+            row = step.to_row(metrics)
+            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                raise UserError(
+                    f"step {now}: the loss is {row['loss']} and its gradient's norm {row['grad_norm']}; the last good checkpoint is of "
+                    f"step {saved}. Lower optim.lr, raise optim.warmup or set optim.clip, in another --workdir"
+                )
+            if due(now, plan.log_every):
+                log.train(now, row)
+            elif now == start + 1:
+                log.restart(now)  # compilation is behind us
+
+        try:
+            before = None
+            for now in range(start + 1, plan.steps + 1):
+                tokens_BL = sharding.put_batch(next(batches)["tokens"], mesh)
+                with jax.transfer_guard("disallow"):
+                    state, metrics = train_step(state, tokens_BL)
+                if before:
+                    settle(*before)  # the device is busy with this step while the last one's metrics are read
+                before = now, metrics
+                save = bool(stop) or now == plan.steps or due(now, plan.save_every)
+                if not (save or due(now, plan.eval_every) or due(now, plan.sample_every)):
+                    continue
+                settle(*before)
+                before = None
+                with log.aside(now):
+                    if due(now, plan.eval_every):
+                        row = {f"valid_{key}": value for key, value in step.evaluate(eval_step, state.ema, valid, mesh).items()}
+                        log.row({"step": now, **row})
+                        log.show(f"step {now}/{plan.steps}  " + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+                    if samples and due(now, plan.sample_every):
+                        texts = [corpora.decode(tokens_L) for tokens_L in samples(state.ema, now)]
+                        log.show("\n".join(f"  | {text}" for text in texts))
+                        if first:
+                            config.write_atomic(folder / "samples" / f"{now}.txt", "\n".join(texts) + "\n")
+                    if save:
+                        checkpoint.save(checkpoints, now, state, batches, run.to_dict())
+                        saved = now
+                if stop and save:
+                    checkpoints.wait_until_finished()
+                    log.show(f"stopped and saved at step {now} of {plan.steps}; the same command goes on from there")
+                    sys.exit(128 + stop[0])
+            checkpoints.wait_until_finished()
+            log.show(f"step {plan.steps} of {plan.steps} is done; checkpoints/, metrics.jsonl and samples/ are in {folder}")
+        finally:
+            log.close()
+
+
+def make_samples(run: Run, mesh: jax.sharding.Mesh) -> Callable[..., list]:
+    """Returns (params, step) -> four sequences of ids, drawn by the run's sampler."""
+    rows = math.lcm(4, sharding.batch_rows(mesh))
+    sampler = loop.compile_sampler(run.sampler.module, run.model.module, run.model.config, run.sampler.config)
+    settings, prompt = make_settings(rows, run.model.config.vocab), loop.empty_prompt(rows, run.data.length)
+
+    def samples(params, now: int) -> list:
+        draws = KeyedDraws(jax.random.fold_in(stream(run.train.seed, SAMPLE), now), jnp.arange(rows, dtype=jnp.int32))
+        tokens_BL = sampler({"params": params}, settings, draws, prompt).tokens
+        return list(jax.device_get(jax.device_put(tokens_BL, sharding.replicated(mesh)))[:4])
+
+    return samples
+
+
+if __name__ == "__main__":
+    config.main(main)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dllm.core.paths import named_leaves
+from dllm.core.types import UserError
+from dllm.train import optim, sharding, step
+from dllm.train.state import create
+from tests.train import tiny
+
+TOKENS = np.random.default_rng(0).integers(0, 27, (5, 8, 16)).astype(np.int32)
+
+
+def steps(run, number):
+    """Returns (state, metrics of each step) after `number` updates on the run's mesh."""
+    mesh = sharding.make_mesh(run.mesh)
+    with jax.set_mesh(mesh):
+        state, train_step, rows = create(run, mesh), step.make_train_step(run, mesh), []
+        for tokens_BL in TOKENS[:number]:
+            state, metrics = train_step(state, sharding.put_batch(tokens_BL, mesh))
+            rows.append(jax.device_get(metrics))
+    return state, rows
+
+
+def test_learning_rate_rises_then_falls_to_zero():
+    config = tiny.run(optim__warmup=4).optim
+    rates = [float(optim.learning_rate(config, 12, t)) for t in range(13)]
+    np.testing.assert_allclose(rates[:4], [0.0025, 0.005, 0.0075, 0.01], rtol=1e-6)
+    np.testing.assert_allclose([rates[4], rates[8], rates[12]], [0.01, 0.005, 0.0], atol=1e-9)
+
+
+def test_first_update_is_adamw_by_hand():
+    """After one step Adam's direction is the gradient's sign; scales don't decay, matrices do; the norm is clipped before."""
+    run = tiny.run(optim__warmup=0, optim__weight_decay=0.5)
+    mesh = sharding.make_mesh(run.mesh)
+    state = jax.device_get(create(run, mesh))
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 1), 0)
+    grads, _ = jax.jit(lambda params, tokens: step.gradients(run, params, tokens, key))(state.params, TOKENS[0])
+    clipped = 1.0 / max(1.0, float(optax.tree.norm(grads)))
+    after, rows = steps(run, 1)
+    assert clipped < 1
+    assert np.isclose(rows[0]["grad_norm"], 1 / clipped, rtol=1e-5)
+    grads, before = named_leaves(grads), named_leaves(state.params)
+    for name, leaf in named_leaves(jax.device_get(after.params)).items():
+        g = np.asarray(grads[name]) * clipped
+        decay = 0.5 * before[name] if name.endswith(("kernel", "embedding")) else 0
+        np.testing.assert_allclose(leaf, before[name] - 0.01 * (g / (np.abs(g) + 1e-8) + decay), atol=2e-4, err_msg=name)
+
+
+def test_ema_follows_with_its_early_decay():
+    run = tiny.run(optim__ema=0.15)
+    mesh = sharding.make_mesh(run.mesh)
+    state, train_step = create(run, mesh), step.make_train_step(run, mesh)
+    expected = jax.device_get(state.ema)
+    for t, tokens_BL in enumerate(TOKENS[:3]):
+        state, _ = train_step(state, sharding.put_batch(tokens_BL, mesh))
+        decay = min(0.15, (1 + t) / (10 + t))  # 0.1, then 0.15
+        expected = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, expected, jax.device_get(state.params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), jax.device_get(state.ema), expected)
+
+
+@functools.cache
+def on(data, fsdp, tensor):
+    """Returns (state after five updates, metrics of each, gradients of the fresh state) on a mesh."""
+    run = tiny.run(mesh={"data": data, "fsdp": fsdp, "tensor": tensor})
+    mesh = sharding.make_mesh(run.mesh)
+    with jax.set_mesh(mesh):
+        gradients = jax.jit(lambda params, tokens: step.gradients(run, params, tokens, jax.random.key(1))[0])
+        grads = jax.device_get(gradients(create(run, mesh).params, sharding.put_batch(TOKENS[0], mesh)))
+    return *steps(run, 5), grads
+
+
+@pytest.mark.parametrize("mesh", [(4, 1, 1), (1, 2, 2)])
+def test_four_devices_equal_one(mesh):
+    """Same losses and gradient norms over five updates, same gradients; Adam magnifies dust, so parameters are not compared."""
+    (_, rows, grads), (state4, rows4, grads4) = on(1, 1, 1), on(*mesh)
+    for key in rows[0]:
+        np.testing.assert_allclose([row[key] for row in rows4], [row[key] for row in rows], rtol=2e-4, err_msg=key)
+    assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state4)} == {4}
+    split = [leaf for leaf in jax.tree.leaves(state4) if not leaf.is_fully_replicated]
+    assert bool(split) == (mesh != (4, 1, 1)), "parameters and moments lie in slices"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads4, grads)
+
+
+def test_train_only_leaves_the_rest_bit_equal_and_without_optimiser_state():
+    run = tiny.run(optim__train_only="^(causal|join|gain)")
+    before = named_leaves(jax.device_get(create(run, sharding.make_mesh(run.mesh))))
+    state, rows = steps(run, 5)
+    after = named_leaves(jax.device_get(state))
+    for name, leaf in after.items():
+        tree, _, path = name.partition("/")
+        if tree in ("params", "ema"):
+            trained = path.startswith(("causal", "join", "gain"))
+            assert np.array_equal(leaf, before[name]) != trained, name
+    moments = [name for name in after if "/mu/" in name or "/nu/" in name]
+    assert moments
+    assert all("/causal/" in name or "/join" in name or name.endswith("/gain") for name in moments)
+    assert rows[-1]["loss"] < rows[0]["loss"] + 1
+
+
+def test_frozen_gradients_are_not_built():
+    """Training the causal part alone costs fewer matrix products than training all."""
+
+    def products(run):
+        mesh = sharding.make_mesh(run.mesh)
+        gradients = lambda params: step.gradients(run, params, jnp.asarray(TOKENS[0]), jax.random.key(0))
+        return str(jax.make_jaxpr(gradients)(create(run, mesh).params)).count("dot_general")
+
+    assert products(tiny.run(optim__train_only="^causal")) < products(tiny.run()) - 10
+
+
+def test_train_only_that_matches_nothing_is_an_error():
+    run = tiny.run(optim__train_only="backbone")
+    with pytest.raises(UserError, match="train_only='backbone' matches no parameter"):
+        create(run, sharding.make_mesh(run.mesh))
+
+
+def test_the_step_reuses_the_old_state():
+    run = tiny.run()
+    mesh = sharding.make_mesh(run.mesh)
+    old = create(run, mesh)
+    step.make_train_step(run, mesh)(old, sharding.put_batch(TOKENS[0], mesh))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+
+
+def test_evaluation_draws_the_same_noise_every_time_and_other_noise_a_batch():
+    run = tiny.run()
+    mesh = sharding.make_mesh(run.mesh)
+    params, eval_step = create(run, mesh).ema, step.make_eval_step(run, mesh)
+    first = step.evaluate(eval_step, params, TOKENS[:2], mesh)
+    assert first == step.evaluate(eval_step, params, TOKENS[:2], mesh)
+    same = step.evaluate(eval_step, params, TOKENS[[0, 0]], mesh)
+    assert same["loss"] != step.evaluate(eval_step, params, TOKENS[:1], mesh)["loss"]
+
+
+def test_mesh_errors_say_what_to_set():
+    for sizes, message in [((8, 1, 1), "wants 8 devices, there are 4"), ((-1, 3, 1), "doesn't divide"), ((0, 1, 1), "must be positive")]:
+        with pytest.raises(UserError, match=message):
+            sharding.make_mesh(sharding.MeshConfig(*sizes))
+
+
+def test_partition_rules():
+    mesh = sharding.make_mesh(sharding.MeshConfig(1, 2, 2))
+    tree = {"a": {"kernel": jnp.zeros((3, 4, 6))}, "odd": {"kernel": jnp.zeros((5, 4))}, "count": jnp.zeros(())}
+    specs = sharding.partition_specs(tree, ((r"kernel$", ("fsdp", "tensor")), *sharding.COUNTERS), mesh)
+    assert specs == {"a": {"kernel": P(None, "fsdp", "tensor")}, "odd": {"kernel": P(None, "tensor")}, "count": P()}
+    with pytest.raises(ValueError, match="no partition rule matches 'count'"):
+        sharding.partition_specs(tree, ((r"kernel$", ()),), mesh)

@@ -12,7 +12,7 @@ from dllm.models import hybrid
 
 TRAIN = {
     "tiny": dict(steps=600, batch=32, lr=2e-3, warmup=50, b2=0.98, ema=0.99),
-    "mini": dict(steps=6000, batch=64, lr=2e-3, warmup=200, b2=0.98, ema=0.999),
+    "mini": dict(steps=3000, batch=64, lr=2e-3, warmup=100, b2=0.99, ema=0.999),
     "paper": dict(steps=1_000_000, batch=512, lr=1.5e-4, warmup=10_000, b2=0.999, ema=0.9999),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -94,6 +95,19 @@ def compile_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+def keep_memory() -> None:
+    """Makes glibc keep freed buffers. XLA:CPU allocates a program's temporaries anew at every call; returned to the system in between, they
+    cost a small train step a third of its time in page faults (measured: 84 MB of temporaries, 125 ms a step against 79)."""
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # another system's C library
+        return
+    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
+    mallopt(m_arena_max, 1)
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, 2**31 - 1)
+
+
 def config_dict(config: Any, where: str = "--config") -> dict[str, Any]:
     """Returns a config flag's value as plain nested dicts. Raises UserError if it was not given or its file could not be read."""
     if config is None:
@@ -123,6 +137,7 @@ def main(program: Callable[[], None]) -> None:
         try:
             logging.set_verbosity(logging.WARNING)
             compile_cache()
+            keep_memory()
             program()
         except UserError as e:
             fail(e)

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
-def any_order(
-    key: jax.Array, batch: int, length: int, given_B: Int[Array, "B"] | None = None
-) -> tuple[Int[Array, "B L"], Int[Array, "B"]]:
+def any_order(key: jax.Array, batch: int, length: int, given_B: Int[Array, "B"] | None = None) -> tuple[Int[Array, "B L"], Int[Array, "B"]]:
     """Returns (order, revealed): a uniformly random order of the positions for each row, and how many of its ranks are revealed.
 
     revealed is uniform over given..L-1 in every row, and stratified over the batch with one shared offset u, which takes most of the

@@ -136,7 +136,8 @@ class Decoder(nn.Module):
     theta: float
 
     def setup(self):
-        self.embed = nn.Embed(self.vocab + self.extra, self.config.width, dtype=self.config.dtype, embedding_init=nn.initializers.normal(1.0))
+        unit = nn.initializers.normal(1.0)
+        self.embed = nn.Embed(self.vocab + self.extra, self.config.width, dtype=self.config.dtype, embedding_init=unit)
         self.stack = Stack(self.config, self.layers)
         self.norm = RMSNorm()
         self.head = Dense(self.vocab)

@@ -33,9 +33,9 @@ class Config:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": dict(length=32, width=64, layers=3, heads=2, mlp=192),
-    "mini": dict(length=64, width=128, layers=6, heads=4, mlp=384),
-    "paper": dict(length=256, width=768, layers=12, heads=12, mlp=2048, dtype="bfloat16"),
+    "tiny": dict(length=32, width=64, layers=3, heads=2, mlp=192, remat=True),
+    "mini": dict(length=64, width=128, layers=6, heads=4, mlp=384, remat=True),
+    "paper": dict(length=256, width=768, layers=12, heads=12, mlp=2048, dtype="bfloat16", remat=True),
 }
 
 

@@ -59,10 +59,10 @@ class Config:
     remat: bool = True
 
 
-_PAPER = dict(length=256, width=768, heads=12, mlp=2048, dtype="bfloat16")
+_PAPER = dict(length=256, width=768, heads=12, mlp=2048, dtype="bfloat16", remat=True)
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": dict(length=32, width=64, n_noncausal=2, n_causal=1, heads=2, mlp=192),
-    "mini": dict(length=64, width=128, n_noncausal=5, n_causal=1, heads=4, mlp=384),
+    "tiny": dict(length=32, width=64, n_noncausal=2, n_causal=1, heads=2, mlp=192, remat=True),
+    "mini": dict(length=64, width=128, n_noncausal=5, n_causal=1, heads=4, mlp=384, remat=True),
     "paper": dict(n_noncausal=11, n_causal=1, **_PAPER),
     "paper_10_2": dict(n_noncausal=10, n_causal=2, **_PAPER),
     "paper_no_residual": dict(n_noncausal=11, n_causal=1, residual=False, **_PAPER),
@@ -166,8 +166,9 @@ class Hybrid(nn.Module):
             return jnp.concatenate([first, x[:, :-1]], 1)
 
         h_current_BLD = shift(h_BLD, jnp.zeros_like(h_BLD[:, :1]))
+        read_BL = shift(tokens_BL, jnp.full_like(tokens_BL[:, :1], self.config.vocab))
         current_BL = shift(order_BL, order_BL[:, :1])
-        return self._causal(h_current_BLD, h_BLD, shift(tokens_BL, jnp.full_like(tokens_BL[:, :1], self.config.vocab)), current_BL, order_BL, cache)
+        return self._causal(h_current_BLD, h_BLD, read_BL, current_BL, order_BL, cache)
 
     def _causal(self, h_current, h_next, tokens, current, next_, cache):
         """Returns (causal output, cache) for rows given by the token read, the two hidden states and the two positions."""
@@ -212,7 +213,7 @@ def _block(config: Config) -> decoder.BlockConfig:
 def build(config: Config) -> Hybrid:
     """Returns the module. Raises UserError where the config makes no model."""
     if config.width % (4 * config.heads):
-        raise UserError(f"model.width is {config.width}; it must be a multiple of 4 x heads = {4 * config.heads}, for two groups of rotary pairs")
+        raise UserError(f"model.width is {config.width}; it must be a multiple of 4 x heads = {4 * config.heads}, for two rotary groups")
     if config.pairing not in ("crossed", "paired"):
         raise UserError(f"model.pairing is {config.pairing!r}; it can be 'crossed' or 'paired'")
     if config.n_noncausal < 1 or config.n_causal < 0:

@@ -8,7 +8,10 @@ from typing import Any
 
 import jax
 
+from dllm.core.paths import named_leaves
 from dllm.core.types import UserError
+
+_MEND = "use the config that the weights were trained with"
 
 
 def check_variables(model: ModuleType, config: Any, variables: Any) -> None:
@@ -16,19 +19,17 @@ def check_variables(model: ModuleType, config: Any, variables: Any) -> None:
 
     `variables` may be arrays or jax.ShapeDtypeStruct. Raises UserError that names the first leaf that is missing, unknown or different.
     """
-    wanted = _leaves(jax.eval_shape(functools.partial(model.init, config), jax.random.key(0)))
-    found = _leaves(variables)
-    for name, (shape, dtype) in wanted.items():
+    wanted = named_leaves(jax.eval_shape(functools.partial(model.init, config), jax.random.key(0)))
+    found = named_leaves(variables)
+    for name, leaf in wanted.items():
         if name not in found:
-            raise UserError(f"the weights lack {name} {list(shape)}; the model's config must be the one they were trained with")
-        if found[name] != (shape, dtype):
-            got = f"{found[name][1]} {list(found[name][0])}"
-            raise UserError(f"the weights' {name} is {got}, the config wants {dtype} {list(shape)}; use the config they were trained with")
+            raise UserError(f"the weights lack {name}; {_MEND}")
+        if _kind(found[name]) != _kind(leaf):
+            raise UserError(f"the weights' {name} is {_kind(found[name])}, and the config wants {_kind(leaf)}; {_MEND}")
     for name in found:
         if name not in wanted:
-            raise UserError(f"the weights hold {name}, which the model doesn't have; the model's config must be the one they were trained with")
+            raise UserError(f"the weights hold {name}, which the model doesn't have; {_MEND}")
 
 
-def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}"

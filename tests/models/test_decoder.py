@@ -163,7 +163,8 @@ def test_bfloat16_keeps_float32_weights_and_logits():
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
     variables = gpt.init(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(3), (2, 8), 0, 8)
-    run = lambda c: jax.jit(lambda v: gpt.bind(c, v).forward(None, tokens, jnp.broadcast_to(jnp.arange(8)[None], (2, 8)), masks.causal)[0])(variables)
+    at = jnp.broadcast_to(jnp.arange(8)[None], (2, 8))
+    run = lambda c: jax.jit(lambda v: gpt.bind(c, v).forward(None, tokens, at, masks.causal)[0])(variables)
     assert {str(x.dtype) for x in jax.tree.leaves(variables)} == {"float32"}
     assert run(config).dtype == jnp.float32
     error = float(jnp.abs(run(config) - run(CONFIG)).max())

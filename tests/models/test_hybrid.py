@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,12 @@ def variables():
 @pytest.fixture(scope="module")
 def call():
     """Returns call(name, variables, *args), jitted, for the default config."""
-    methods = {name: jax.jit(lambda v, *a, name=name, **k: getattr(hybrid.bind(CONFIG, v), name)(*a, **k), static_argnames="window") for name in ("both", "draft", "verify")}
-    return lambda name, *args, **kwargs: methods[name](*args, **kwargs)
+
+    @functools.partial(jax.jit, static_argnames=("name", "window"))
+    def call(name, variables, *args, **window):
+        return getattr(hybrid.bind(CONFIG, variables), name)(*args, **window)
+
+    return call
 
 
 def speculate(call, variables, tokens, order=ORDER, revealed=REVEALED, start=None, window=W):
@@ -131,12 +136,13 @@ def test_the_window_ignores_what_draft_saw_behind_it(call, variables):
 
 def test_rank_order_equals_sequence_order(call, variables):
     """The non-causal part's logits don't depend on the order of its rows: any order with the same revealed set gives them permuted."""
-    order_a, order_b = (jnp.argsort(jax.random.uniform(jax.random.key(k), (B, L)) - (jnp.arange(L)[None] < REVEALED[:, None]), 1) for k in (7, 8))
+    given = jnp.arange(L)[None] < REVEALED[:, None]
+    orders = [jnp.argsort(jax.random.uniform(jax.random.key(seed), (B, L)) - given, 1) for seed in (7, 8)]
     identity = jnp.broadcast_to(jnp.arange(L)[None], (B, L))
     in_sequence = lambda logits, order: np.take_along_axis(np.asarray(logits), np.argsort(order, 1)[:, :, None], 1)
     ranked = lambda order: jnp.take_along_axis(TOKENS, order, 1)
     want, _ = call("both", variables, TOKENS, identity, REVEALED)
-    for order in (order_a, order_b):
+    for order in orders:
         got, target = call("both", variables, ranked(order), order, REVEALED)
         np.testing.assert_allclose(in_sequence(got, order), want, atol=2e-5)
         assert float(jnp.abs(target - call("both", variables, TOKENS, identity, REVEALED)[1]).max()) > 1e-2  # the causal part does depend

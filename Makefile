@@ -40,10 +40,10 @@ lint: .venv/.ready
 	@.venv/bin/python -m ruff check --quiet .
 
 test: lint
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -n auto --maxprocesses=4 --dist loadfile
 
 test-all: lint
-	@.venv/bin/python -m pytest -m ''
+	@.venv/bin/python -m pytest -n auto --maxprocesses=4 --dist loadfile -m ''
 
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache build *.egg-info

@@ -10,7 +10,7 @@ CORE = [
     "jaxtyping>=0.3.3,<0.4",
     "ml_collections>=1.1,<2",
     "numpy>=2.1,<3",
-    "optax>=0.2.7,<0.3",
+    "optax>=0.2.8,<0.3",
     "orbax-checkpoint>=0.12,<0.13",
 ]
 

@@ -12,7 +12,7 @@ from dllm.models import hybrid
 
 TRAIN = {
     "tiny": dict(steps=600, batch=32, lr=2e-3, warmup=50, b2=0.98, ema=0.99),
-    "mini": dict(steps=3000, batch=64, lr=2e-3, warmup=100, b2=0.99, ema=0.999),
+    "mini": dict(steps=4000, batch=32, lr=3e-3, warmup=100, b2=0.98, ema=0.999),
     "paper": dict(steps=1_000_000, batch=512, lr=1.5e-4, warmup=10_000, b2=0.999, ema=0.9999),
 }
 
@@ -25,7 +25,7 @@ def get_config(preset="mini"):
 
     config = ConfigDict()
     config.data = dict(name="text8", path="", length=model["length"])
-    config.model = dict(name="hybrid", vocab=27, theta=1e4, residual=True, gain=0.1, pairing="crossed", dtype="float32", remat=False)
+    config.model = dict(name="hybrid", vocab=27, theta=1e4, residual=True, gain=0.1, pairing="crossed", dtype="float32", remat=True)
     config.model.update(model)
     config.model.update(n_noncausal=model["n_noncausal"] + model["n_causal"], n_causal=0)
     config.objective = dict(name="ssmd")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +39,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "where the run is kept", required
 
 
 def main() -> None:
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:  # one of several processes
-        jax.distributed.initialize()
+    sharding.join_processes()
     run, folder = run_config(config.config_dict(CONFIG.value)), Path(WORKDIR.value)
     mesh = sharding.make_mesh(run.mesh)
     rows = sharding.batch_rows(mesh)
@@ -71,7 +69,7 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
         else:
             state, origin = create(run, mesh), "from scratch"
             if plan.init_from:
-                state, origin = checkpoint.warm_start(state, plan.init_from, mesh)
+                state, origin = checkpoint.warm_start(state, run, mesh)
         if first:
             workdir.write_run(folder, run)
             if not (folder / "words.txt.gz").exists():

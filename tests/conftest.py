@@ -12,7 +12,7 @@ REPO = Path(__file__).parents[1]
 # In the environment, so that programs which tests start have it too. Tests compile much and run little: unoptimised code is ready in
 # half the time.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(REPO / ".cache" / "jax")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPO / ".cache" / "jax"))
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_num_cpu_devices", 4)

@@ -2,13 +2,14 @@
 
     python experiments/sweep.py --config=configs/sweeps/text8_nfe.py --workdir=runs/text8 --out=runs/text8/nfe
 
-512 samples a setting. The pairs (n_verify, rate) from (1, .002) to (10, .083) are the paper's; the larger rates go below its range.
+512 samples a setting, 12 minutes for `mini` on 2 CPU cores. The rates from .01 to .083 are the paper's range on text8; the larger ones go
+below it. Many verifications cost little by the rule `nfe`, and are weighed by the rule `nfe_weighted`.
 """
 
 from ml_collections import ConfigDict
 
-RATES = (0.25, 0.167, 0.125, 0.083, 0.06, 0.04, 0.02, 0.01, 0.005, 0.002)
-PAIRS = ((10, 0.25), (10, 0.167), (10, 0.125), (10, 0.083), (8, 0.04), (4, 0.02), (3, 0.01), (2, 0.005), (1, 0.002))
+RATES = (0.25, 0.167, 0.125, 0.083, 0.06, 0.04, 0.02, 0.01)
+PAIRS = ((8, 0.25), (8, 0.167), (8, 0.125), (6, 0.083), (4, 0.06), (4, 0.04), (3, 0.02), (2, 0.01))  # n_verify, rate
 
 
 def get_config() -> ConfigDict:

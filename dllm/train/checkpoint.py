@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -122,11 +123,12 @@ def load_run(workdir: str | Path, step: int | None = None, mesh: Mesh | None = N
     return Loaded(config, model.module, model.config, {"params": params}, step)
 
 
-def warm_start(state: TrainState, workdir: str | Path, mesh: Mesh) -> tuple[TrainState, str]:
-    """Returns (the state with another run's EMA weights where path, shape and dtype agree, a line that says which do).
+def warm_start(state: TrainState, run: Run, mesh: Mesh) -> tuple[TrainState, str]:
+    """Returns (the state with the EMA weights of train.init_from where path, shape and dtype agree, a line that says which do).
 
-    Raises UserError if none does.
+    Raises UserError if none does, or if one that doesn't is not trained either.
     """
+    workdir = run.train.init_from
     loaded = load_run(workdir, mesh=mesh)
     theirs, ours = named_leaves(loaded.variables["params"]), named_leaves(state.params)
     same = [n for n in ours if n in theirs and (theirs[n].shape, theirs[n].dtype) == (ours[n].shape, ours[n].dtype)]
@@ -135,6 +137,9 @@ def warm_start(state: TrainState, workdir: str | Path, mesh: Mesh) -> tuple[Trai
     take = lambda name, leaf: jax.device_put(theirs[name], leaf.sharding) if name in same else leaf
     params, ema = map_named(take, state.params), map_named(lambda name, leaf: jnp.copy(take(name, leaf)), state.params)
     new, unused = [n for n in ours if n not in same], [n for n in theirs if n not in same]
+    frozen = [name for name in new if not re.search(run.optim.train_only, name)]
+    if frozen:
+        raise UserError(f"train.init_from={workdir} has no {frozen[0]} of this shape, and optim.train_only freezes it; train it too")
     text = f"{workdir} step {loaded.step}: {len(same)} of {len(ours)} parameters loaded"
     text += f"; new: {', '.join(new)}" * bool(new) + f"; not used: {', '.join(unused)}" * bool(unused)
     return state.replace(params=params, ema=ema), text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from typing import Any
 
@@ -27,6 +28,16 @@ class MeshConfig:
     data: int
     fsdp: int
     tensor: int
+
+
+def join_processes() -> None:
+    """Joins the run's other processes where $JAX_COORDINATOR_ADDRESS (host:port of the first) says that there are some.
+
+    $JAX_NUM_PROCESSES and $JAX_PROCESS_ID say how many and which; unset, the cluster is asked (Slurm, MPI, a TPU pod).
+    """
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        number = lambda name: int(os.environ[name]) if name in os.environ else None
+        jax.distributed.initialize(num_processes=number("JAX_NUM_PROCESSES"), process_id=number("JAX_PROCESS_ID"))
 
 
 def make_mesh(config: MeshConfig) -> Mesh:

@@ -80,3 +80,19 @@ def test_sizes_of_the_presets():
         assert count(hybrid, preset) == 12 * layer + ends + 3 * d * d + 2 * d
     assert count(hybrid, "paper", n_noncausal=12, n_causal=0) == 12 * layer + ends
     np.testing.assert_allclose(count(hybrid, "mini"), 1.34e6, rtol=0.02)
+
+
+def test_initial_scales():
+    """Every product keeps its input's scale; the last ones of a branch are smaller by sqrt(2 depth); only norms and gain are constant."""
+    config = hybrid.Config(vocab=60, width=64, n_noncausal=8, n_causal=2, heads=2, mlp=96)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(hybrid.init(config, jax.random.key(0))["params"]):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if leaf.ndim == 1 or name.endswith("scale"):
+            np.testing.assert_allclose(leaf, config.gain if name == "gain" else 1)
+            continue
+        depth = config.n_noncausal if name.startswith("stack") else config.n_causal
+        want = (2 * depth) ** -0.5 if re.search("(o|down)/kernel", name) else 1
+        fan_in = 1 if "embedding" in name else leaf.shape[-2]
+        for layer in leaf.reshape(-1, *leaf.shape[-2:]):  # each layer of a scanned stack by itself
+            np.testing.assert_allclose(layer.std() * fan_in**0.5, want, rtol=0.08, err_msg=name)
+        assert leaf.ndim == 2 or not np.array_equal(leaf[0], leaf[1]), f"{name}: two layers start alike"

@@ -137,10 +137,10 @@ def test_another_run_names_the_key(copy):
 
 def test_warm_start_takes_what_fits_and_says_the_rest(saved):
     workdir, state = saved
-    run = tiny.run(model__n_noncausal=3, train__seed=5)
+    run = tiny.run(model__n_noncausal=3, train__seed=5, train__init_from=str(workdir))
     mesh = sharding.make_mesh(run.mesh)
     fresh = create(run, mesh)
-    started, text = checkpoint.warm_start(fresh, workdir, mesh)
+    started, text = checkpoint.warm_start(fresh, run, mesh)
     theirs, ours = named_leaves(state.ema), named_leaves(fresh.params)
     for name, leaf in named_leaves(started.params).items():
         np.testing.assert_array_equal(leaf, ours[name] if name.startswith("stack/") else theirs[name], err_msg=name)
@@ -152,7 +152,15 @@ def test_warm_start_takes_what_fits_and_says_the_rest(saved):
 
 
 def test_warm_start_from_a_stranger_is_an_error(saved):
-    run = tiny.run(model=dict(tiny.GPT, width=32, mlp=64, layers=3, vocab=5), objective={"name": "next_token"})
+    other = dict(model=dict(tiny.GPT, width=32, mlp=64, layers=3, vocab=5), objective={"name": "next_token"})
+    run = tiny.run(**other, train__init_from=str(saved[0]))
     mesh = sharding.make_mesh(run.mesh)
     with pytest.raises(UserError, match="none of its parameters"):
-        checkpoint.warm_start(create(run, mesh), saved[0], mesh)
+        checkpoint.warm_start(create(run, mesh), run, mesh)
+
+
+def test_warm_start_leaves_nothing_frozen_at_random(saved):
+    run = tiny.run(model__mlp=64, optim__train_only="^(causal|join|gain)", train__init_from=str(saved[0]))
+    mesh = sharding.make_mesh(run.mesh)
+    with pytest.raises(UserError, match=r"has no stack/layers/down/kernel of this shape, and optim\.train_only freezes it"):
+        checkpoint.warm_start(create(run, mesh), run, mesh)

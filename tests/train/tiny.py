@@ -14,7 +14,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "data": {"name": "text8", "path": "", "length": 16},
     "model": {"name": "hybrid", "length": 16, "width": 16, "n_noncausal": 2, "n_causal": 1, "heads": 2, "mlp": 32},
     "objective": {"name": "ssmd"},
-    "optim": {"lr": 1e-2, "warmup": 4, "b1": 0.9, "b2": 0.98, "weight_decay": 0.01, "clip": 1.0, "ema": 0.9, "train_only": ""},
+    "optim": {"lr": 1e-2, "warmup": 4, "b1": 0.9, "b2": 0.98, "weight_decay": 0.5, "clip": 1.0, "ema": 0.15, "train_only": ""},
     "train": {"seed": 0, "steps": 40, "batch": 8, "init_from": ""},
     "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
     "sampler": {"name": ""},

@@ -21,7 +21,7 @@ def get_config(preset="mini"):
     if preset not in TRAIN:
         raise UserError(f"no preset {preset!r} in this config; there are: {', '.join(TRAIN)}")
     model, train = hybrid.PRESETS[preset], TRAIN[preset]
-    every = min(train["steps"] // 12, 10_000)
+    every = min(train["steps"] // 10, 10_000)
 
     config = ConfigDict()
     config.data = dict(name="text8", path="", length=model["length"])

@@ -25,7 +25,7 @@ def get_config(preset="mini"):
     if preset not in hybrid.PRESETS:
         raise UserError(f"no preset {preset!r} in this config; there are: {', '.join(hybrid.PRESETS)}")
     model, train = hybrid.PRESETS[preset], TRAIN["paper" if preset.startswith("paper") else preset]
-    every = min(train["steps"] // 12, 10_000)
+    every = min(train["steps"] // 10, 10_000)
 
     config = ConfigDict()
     config.data = dict(name="text8", path="", length=model["length"])

@@ -39,6 +39,7 @@ flags.DEFINE_multi_string("sweep", None, "folder of a sweep (its --out); give it
 flags.DEFINE_enum("x", "nfe", [*AXES, "both"], "how passes are counted; both: two panels")
 flags.DEFINE_string("y", "spelling", "the metric")
 flags.DEFINE_list("knobs", "rate,n_verify", "settings that move along one curve; rows that differ in others are other curves")
+flags.DEFINE_list("samplers", [], "draw these samplers only; all by default")
 flags.DEFINE_bool("compare", False, "print the ratio of passes at equal quality")
 flags.DEFINE_string("baseline", "ancestral", "the sampler that --compare divides by")
 flags.DEFINE_string("out", "", "path of the pictures without ending")
@@ -126,6 +127,10 @@ def print_comparison(curves: list[Curve], x: str, y: str, sampler: str) -> None:
 def run() -> None:
     axes = list(AXES) if FLAGS.x == "both" else [FLAGS.x]
     panels = {x: read_curves(FLAGS.sweep, x, FLAGS.y, FLAGS.knobs) for x in axes}
+    there = sorted({c.sampler for c in panels[axes[0]]})
+    if missing := [s for s in FLAGS.samplers if s not in there]:
+        raise UserError(f"no rows of the sampler {missing[0]!r}; there are: {', '.join(there)}")
+    panels = {x: [c for c in curves if c.sampler in (FLAGS.samplers or there)] for x, curves in panels.items()}
     first = Path(FLAGS.sweep[0])
     reference = read_json(first / "reference.json") if (first / "reference.json").exists() else {}
     out = Path(FLAGS.out) if FLAGS.out else first / f"{FLAGS.y}_{FLAGS.x}"

@@ -8,8 +8,8 @@ below it. Many verifications cost little by the rule `nfe`, and are weighed by t
 
 from ml_collections import ConfigDict
 
-RATES = (0.25, 0.167, 0.125, 0.083, 0.06, 0.04, 0.02, 0.01)
-PAIRS = ((8, 0.25), (8, 0.167), (8, 0.125), (6, 0.083), (4, 0.06), (4, 0.04), (3, 0.02), (2, 0.01))  # n_verify, rate
+RATES = (1.0, 0.5, 0.25, 0.167, 0.125, 0.083, 0.06, 0.04, 0.02, 0.01)
+PAIRS = ((64, 1.0), (32, 0.5), (8, 0.25), (8, 0.167), (8, 0.125), (6, 0.083), (4, 0.06), (4, 0.04), (3, 0.02), (2, 0.01))  # n_verify, rate
 
 
 def get_config() -> ConfigDict:

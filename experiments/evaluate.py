@@ -1,6 +1,6 @@
 """Scores a trained run on held-out text, and appends the figures to WORKDIR/evals.jsonl.
 
-    python experiments/evaluate.py --workdir=runs/text8 --evals=bound [--split=test] [--num=512]
+python experiments/evaluate.py --workdir=runs/text8 --evals=bound [--split=test] [--num=512]
 """
 
 from __future__ import annotations

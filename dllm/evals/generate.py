@@ -90,9 +90,7 @@ def parse_prompt(text: str) -> list[int | None]:
     return [None if c == OPEN else int(encode(c)[0]) for c in text]
 
 
-def generate(
-    task: Task, *, num: int, batch: int, seed: int, row: list[int | None] | None = None, mesh: Mesh | None = None
-) -> Generated:
+def generate(task: Task, *, num: int, batch: int, seed: int, row: list[int | None] | None = None, mesh: Mesh | None = None) -> Generated:
     """Returns `num` samples. Sample n depends on the seed and n alone, not on the batch it is drawn in (numerics aside).
 
     `row` is a prompt for all of them: ids, None at open positions. On a mesh the rows of a batch lie over (data, fsdp), and the run's

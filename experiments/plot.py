@@ -9,13 +9,14 @@ dashed lines are real held-out text and its shuffled characters. A curve joins, 
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import flags
 
-from dllm.core.config import main, read_json
+from dllm.core.config import main, read_json, write_atomic
 from dllm.core.types import UserError
 from dllm.evals import compare
 from dllm.evals.results import Curve, read_curves
@@ -82,9 +83,10 @@ def draw(panels: dict[str, list[Curve]], y: str, reference: dict[str, Any], out:
         axes[0, 0].set_ylabel(NAMES.get(y, y))
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 2 * len(panels)), frameon=False, handlelength=2.8)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(f"{out}.png", dpi=180)
-        figure.savefig(f"{out}.svg", metadata={"Date": None})
+        for ending, how in (("png", {"dpi": 180}), ("svg", {"metadata": {"Date": None}})):
+            picture = io.BytesIO()
+            figure.savefig(picture, format=ending, **how)
+            write_atomic(f"{out}.{ending}", picture.getvalue())
         plt.close(figure)
 
 

@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 import dllm.samplers
-from dllm.core.config import main, write_atomic
+from dllm.core.config import main, writable_folder, write_atomic
 from dllm.data.corpus import decode
 from dllm.evals.generate import Request, generate, make_task, parse_prompt
 from dllm.train.checkpoint import load_run
@@ -59,6 +59,8 @@ flags.DEFINE_string("out", "", "file of the JSON lines")
 
 
 def run() -> None:
+    if FLAGS.out:
+        writable_folder(Path(FLAGS.out).parent)
     mesh = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1))
     loaded = load_run(FLAGS.workdir, FLAGS.step, mesh)
     options = {k: v for k, v in OPTION.value.items() if v is not None}

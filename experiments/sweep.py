@@ -19,7 +19,7 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from dllm.core.config import config_dict, main, to_dataclass, write_atomic
+from dllm.core.config import config_dict, main, to_dataclass, writable_folder, write_atomic
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
 from dllm.data import pipeline
@@ -110,7 +110,7 @@ def _pm(row: dict[str, Any], name: str) -> str:
 
 def run() -> None:
     config = to_dataclass(SweepConfig, config_dict(CONFIG.value), "config")
-    out = Path(FLAGS.out)
+    out = writable_folder(FLAGS.out)
     mesh = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1))
     needs = {field: name for name in config.evals for field in getattr(lookup("evals", name), "NEEDS", ())}
     judge = load_run(config.judge) if config.judge else None

@@ -136,9 +136,11 @@ def make_samples(run: Run, mesh: jax.sharding.Mesh) -> Callable[..., list]:
     sampler = loop.compile_sampler(run.sampler.module, run.model.module, run.model.config, run.sampler.config)
     settings, prompt = make_settings(rows, run.model.config.vocab), loop.empty_prompt(rows, run.data.length)
 
+    draws = lambda now: KeyedDraws(jax.random.fold_in(stream(run.train.seed, SAMPLE), now), jnp.arange(rows, dtype=jnp.int32))
+    jax.eval_shape(sampler, {"params": abstract(run, mesh).params}, settings, draws(0), prompt)  # bad options fail now, not in an hour
+
     def samples(params, now: int) -> list:
-        draws = KeyedDraws(jax.random.fold_in(stream(run.train.seed, SAMPLE), now), jnp.arange(rows, dtype=jnp.int32))
-        tokens_BL = sampler({"params": params}, settings, draws, prompt).tokens
+        tokens_BL = sampler({"params": params}, settings, draws(now), prompt).tokens
         return list(jax.device_get(jax.device_put(tokens_BL, sharding.replicated(mesh)))[:4])
 
     return samples

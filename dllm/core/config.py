@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -77,15 +78,34 @@ def read_json(path: str | os.PathLike) -> Any:
 
 
 def write_atomic(path: str | os.PathLike, data: str | bytes) -> None:
-    """Writes the whole file, or, on any interruption, leaves the old one: a temporary neighbour is renamed over it."""
+    """Writes the whole file, or, on any interruption, leaves the old one: a temporary neighbour is renamed over it.
+
+    Raises UserError where the place can't be written, or the disk is full.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    writable_folder(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as f:
-        f.write(data.encode() if isinstance(data, str) else data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as f:
+            f.write(data.encode() if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {e.strerror}; make room, or choose another place") from None
+
+
+def writable_folder(folder: str | os.PathLike) -> Path:
+    """Returns the folder, made if need be. Raises UserError if it can't be written: programs ask before the work, not after it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot make the folder {folder}: {e.strerror}; choose another place") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write in {folder}: permission denied; choose another place")
+    return Path(folder)
 
 
 def compile_cache() -> None:

@@ -21,7 +21,7 @@ from dllm.data.corpus import encode
 from dllm.ops import passes as counting
 from dllm.ops.draws import KeyedDraws
 from dllm.ops.settings import make_settings
-from dllm.samplers.loop import compile_sampler, make_prompt, require_prefix
+from dllm.samplers.loop import compile_sampler, make_prompt, require_fit, require_prefix
 
 OPEN = "?"  # in a prompt: this position is for the sampler to fill
 
@@ -72,9 +72,7 @@ def make_task(run: Any, sampler: str, options: Mapping[str, Any], settings: Mapp
     """Returns the task. Raises UserError on unknown names and keys, and on a sampler that the model or a setting doesn't go with."""
     module = lookup("samplers", sampler)
     left_to_right = getattr(module, "LEFT_TO_RIGHT", False)
-    if not hasattr(run.model_module.Functions, "forward" if left_to_right else "draft"):
-        name = run.model_module.__name__.rpartition(".")[2]
-        raise UserError(f"the sampler {sampler} doesn't go with the model {name}: autoregressive is for gpt, all others are for hybrid")
+    require_fit(module, run.model_module)
     request = to_dataclass(Request, settings, "setting")
     if not left_to_right and (request.max_new or request.stop):
         raise UserError(f"max_new and stop are for left-to-right samplers; {sampler} fills every position: drop the setting")

@@ -6,6 +6,7 @@ last line, which `repair` cuts off before the next row is appended.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -64,14 +65,18 @@ def append_row(out: Path, row: dict[str, Any], arrays: dict[str, np.ndarray]) ->
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Appends the row to a JSON-lines file: one write of the whole line, on disk when this returns."""
-    line = json.dumps(row, allow_nan=False) + "\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Appends the row to a JSON-lines file: one write of the whole line, on disk when this returns. Raises UserError if it can't be."""
+    line = (json.dumps(row, allow_nan=False) + "\n").encode()
     try:
-        os.write(file, line.encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the half line is cut off by `repair`
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as e:
+        raise UserError(f"cannot append to {path}: {e.strerror}; make room and run the same command again") from None
 
 
 def metric_arrays(metrics: dict[str, Metric]) -> dict[str, np.ndarray]:

@@ -50,7 +50,8 @@ def make_prompt(rows: list[list[int | None]], length: int) -> Prompt:
     tokens, given = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
     for b, row in enumerate(rows):
         if len(row) > length:
-            raise UserError(f"prompt {b} has {len(row)} tokens, and the model's context is {length}: shorten it")
+            which = f"prompt {b}" if len(rows) > 1 and len({*map(len, rows)}) > 1 else "the prompt"
+            raise UserError(f"{which} has {len(row)} tokens, and the model's context is {length}: shorten it")
         for position, token in enumerate(row):
             if token is not None:
                 tokens[b, position], given[b, position] = token, True
@@ -64,8 +65,21 @@ def require_prefix(prompt: Prompt) -> None:
         raise UserError("a left-to-right sampler takes a prefix as prompt; this one gives tokens behind open positions")
 
 
+def require_fit(sampler: ModuleType, model: ModuleType) -> None:
+    """Raises UserError unless the model offers the functions that the sampler is built from."""
+    if not hasattr(model.Functions, "forward" if getattr(sampler, "LEFT_TO_RIGHT", False) else "draft"):
+        names = [module.__name__.rpartition(".")[2] for module in (sampler, model)]
+        raise UserError(
+            f"the sampler {names[0]} doesn't go with the model {names[1]}: autoregressive is for gpt, all others are for hybrid"
+        )
+
+
 def compile_sampler(sampler: ModuleType, model: ModuleType, config: Any, options: Any) -> Callable[..., Samples]:
-    """Returns a jitted run(variables, settings, draws, prompt) -> Samples: one program, compiled once for each shape of its arguments."""
+    """Returns a jitted run(variables, settings, draws, prompt) -> Samples: one program, compiled once for each shape of its arguments.
+
+    Raises UserError if the sampler doesn't go with the model.
+    """
+    require_fit(sampler, model)
 
     def run(variables: Any, settings: Settings, draws: Draws, prompt: Prompt) -> Samples:
         return sampler.sample(model.bind(config, variables), options, settings, draws, prompt)

@@ -173,7 +173,11 @@ def _reading(manager: ocp.CheckpointManager, step: int) -> Iterator[str]:
     sys.unraisablehook = lambda e: None if "Event loop is closed" in str(e.exc_value) else hook(e)
     try:
         yield where
+    except (PermissionError, MemoryError) as e:
+        raise UserError(f"cannot read {where}: {e}") from e
     except Exception as e:
+        if "RESOURCE_EXHAUSTED" in str(e):
+            raise UserError(f"{where} doesn't fit in this device's memory; use more devices") from e
         reason = (str(e).strip() or type(e).__name__).splitlines()[0][:120]
-        raise UserError(f"{where} is damaged ({reason} ...); remove that folder to go on from the one before") from e
+        raise UserError(f"{where} is damaged or unreadable ({reason} ...); move that folder away to go on from the one before") from e
     sys.unraisablehook = hook

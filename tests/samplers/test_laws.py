@@ -341,7 +341,7 @@ def test_a_request_does_not_depend_on_its_neighbours():
     tables = make_tables(3, 4)
     options = self_speculative.Options(window="linear", rate=4.0, n_verify=2)
     module = types.ModuleType("model")
-    module.bind = lambda config, variables: Functions(tables)
+    module.Functions, module.bind = Functions, lambda config, variables: Functions(tables)
     run = compile_sampler(self_speculative, module, None, options)
     alone = lambda r: run({}, make_settings(1, 3), KeyedDraws(jax.random.key(1), jnp.asarray([r])), empty_prompt(1, 4))
     together = run({}, make_settings(6, 3), KeyedDraws(jax.random.key(1), jnp.arange(6)), empty_prompt(6, 4))

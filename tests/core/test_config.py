@@ -74,6 +74,17 @@ def test_write_atomic_leaves_the_old_file_or_the_new(tmp_path, monkeypatch):
     assert path.read_text() == "old"
 
 
+def test_places_that_cannot_be_written(tmp_path):
+    """One line that names the place, and no half-written file."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"cannot make the folder .*file"):
+        config.write_atomic(tmp_path / "file" / "x.json", "new")
+    with pytest.raises(UserError, match=r"cannot write .*folder: Is a directory"):
+        config.write_atomic(tmp_path / "folder", "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
 def test_read_json(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(UserError, match=r"bad\.json is not JSON"):

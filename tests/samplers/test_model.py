@@ -151,6 +151,9 @@ def test_bad_prompts_and_options():
         make_prompt([[0] * 9], 8)
     with pytest.raises(UserError, match="prefix"):
         require_prefix(make_prompt([[None, 1]], 8))
+    for sampler, model in ((autoregressive, hybrid), (ancestral, gpt)):
+        with pytest.raises(UserError, match="doesn't go with the model"):
+            compile_sampler(sampler, model, None, sampler.Options())
     functions = hybrid.bind(SMALL, small())
     for bad in (dict(n_verify=0), dict(rate=0.0), dict(window="square")):
         with pytest.raises(UserError):

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 def get_config():
     config = ConfigDict()
-    config.data = dict(name="pydocs", path="", length=32)
+    config.data = dict(name="pydocs", path="", length=32, lexicon=0)
     config.model = dict(name="hybrid", vocab=27, length=32, width=64, n_noncausal=3, n_causal=1, heads=2, mlp=192)
     config.model.update(theta=1e4, residual=True, gain=0.1, pairing="crossed", dtype="float32", remat=True)
     config.objective = dict(name="ssmd")

@@ -24,7 +24,7 @@ def get_config(preset="mini"):
     every = min(train["steps"] // 10, 10_000)
 
     config = ConfigDict()
-    config.data = dict(name="text8", path="", length=model["length"])
+    config.data = dict(name="text8", path="", length=model["length"], lexicon=0)
     config.model = dict(name="hybrid", vocab=27, theta=1e4, residual=True, gain=0.1, pairing="crossed", dtype="float32", remat=True)
     config.model.update(model)
     config.model.update(n_noncausal=model["n_noncausal"] + model["n_causal"], n_causal=0)

@@ -8,6 +8,9 @@ Without a path, text8 (31 MB) is downloaded once; a path is a text8 file, or a f
 :paper_10_2, :paper_no_residual, :tiny). The causal part alone, on a trained backbone:
 
     --config.train.init_from=WORKDIR --config.optim.train_only='^(join|causal|gain)'
+
+A name behind the preset chooses one of HEADS, variants of the causal part and its training: configs/text8_ssmd.py:mini,tv
+--config.data.lexicon=500 keeps the 500 most frequent words of the text only: a language that a small model can learn to spell.
 """
 
 from ml_collections import ConfigDict
@@ -22,22 +25,39 @@ TRAIN = {
     "paper": dict(steps=1_000_000, batch=512, lr=1.5e-4, warmup=10_000, b2=0.999, ema=0.9999),
 }
 
+# One change each. Of two causal layers, the second takes the place of a non-causal one.
+HEADS = {
+    "two_layers": {"model.n_noncausal": 4, "model.n_causal": 2},
+    "heads_8": {"model.causal_heads": 8},
+    "mlp_768": {"model.causal_mlp": 768},
+    "lr_2": {"optim.lr_factor": 2.0},
+    "lr_half": {"optim.lr_factor": 0.5},
+    "gain_1": {"model.gain": 1.0},
+    "tv": {"objective.tv": 1.0},
+    "elbo": {"objective.elbo": 1.0, "objective.prefixes": 8},
+}
+
 
 def get_config(preset="mini"):
+    preset, _, head = preset.partition(",")
     if preset not in hybrid.PRESETS:
         raise UserError(f"no preset {preset!r} in this config; there are: {', '.join(hybrid.PRESETS)}")
+    if head and head not in HEADS:
+        raise UserError(f"no head {head!r} in this config; there are: {', '.join(HEADS)}")
     model, train = hybrid.PRESETS[preset], TRAIN["paper" if preset.startswith("paper") else preset]
     every = min(train["steps"] // 10, 10_000)
 
     config = ConfigDict()
-    config.data = dict(name="text8", path="", length=model["length"])
+    config.data = dict(name="text8", path="", length=model["length"], lexicon=0)
     config.model = dict(name="hybrid", vocab=27, theta=1e4, residual=True, gain=0.1, pairing="crossed", dtype="float32", remat=True)
+    config.model.update(causal_heads=0, causal_mlp=0)
     config.model.update(model)
-    config.objective = dict(name="ssmd")
+    config.objective = dict(name="ssmd", tv=0.0, elbo=0.0, prefixes=1)
     config.optim = dict(lr=train["lr"], warmup=train["warmup"], b1=0.9, b2=train["b2"], weight_decay=0.01, clip=1.0, ema=train["ema"])
-    config.optim.train_only = ""
+    config.optim.update(train_only="", lr_factor=1.0, lr_factor_on="^(join|causal|gain)")
     config.train = dict(seed=0, steps=train["steps"], batch=train["batch"], init_from="")
     config.train.update(log_every=min(every // 5, 500), eval_every=every, eval_batches=32, sample_every=2 * every, save_every=every)
     config.mesh = dict(data=-1, fsdp=1, tensor=1)
     config.sampler = dict(name="self_speculative", window="cosine", rate=0.05, n_verify=2, verification="chain")
+    config.update_from_flattened_dict(HEADS.get(head, {}))
     return config

@@ -2,6 +2,12 @@
 
     loss = E 1/(L - i) sum_{d >= i} [ CE(draft_d) + CE(target_d) ]      order uniform, i uniform over 0..L-1     (paper eq. 7, per token)
 
+Two terms may be added, answers to what the paper leaves open:
+
+    tv    mean_{d >= i} S_d TV(draft_d, target_d), S_d = prod_{i <= e < d} (1 - TV_e) without a gradient: the chance that a chain of
+          accepted tokens gets as far as d. The target is held fixed. Without S, ranks that are rarely reached would count too much
+    elbo  -log p(x | sigma) of a self-speculative sampler that drafts anew at `prefixes` ranks i_1 < i_2 < .. only (`sparse_elbo`)
+
 The draft's half is the masked-diffusion (any-order autoregressive) bound, so E[draft half] / ln 2 bounds the bits a character
 (Hoogeboom et al. 2022). The target's half with the same weight is a design choice, no likelihood.
 """
@@ -15,12 +21,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dllm.core.types import UserError
 from dllm.diffusion.corruption import any_order
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The objective has nothing to set."""
+    """Weights of the terms that are added to the cross-entropies.
+
+    prefixes: rows of a batch that share their text and order, for `elbo`; their i are stratified. 1: every row has its own.
+    """
+
+    tv: float = 0.0
+    elbo: float = 0.0
+    prefixes: int = 1
+
+    def __post_init__(self):
+        if not (self.tv >= 0 and self.elbo >= 0):
+            raise UserError(f"objective.tv and objective.elbo are weights, 0 or more, not {self.tv} and {self.elbo}")
+        if self.prefixes < 1 or (self.elbo and self.prefixes < 2):
+            raise UserError(f"objective.prefixes is {self.prefixes}; it must be at least {2 if self.elbo else 1}")
 
 
 def loss(
@@ -37,6 +57,8 @@ def loss(
     """
     B, L = tokens_BL.shape
     order_BL, revealed_B = any_order(key, B, L, given_B)
+    if config.prefixes > 1:
+        tokens_BL, order_BL, revealed_B = _share(tokens_BL, order_BL, revealed_B, given_B, config.prefixes)
     ranked_BL = jnp.take_along_axis(tokens_BL, order_BL, 1)
     draft_BLV, target_BLV = functions.both(ranked_BL, order_BL, revealed_B)
 
@@ -59,7 +81,65 @@ def loss(
     total = draft + jnp.sum(weight_BL * target_BL) / B
     overlap_BL = jnp.sum(jnp.exp(jnp.minimum(draft_BLV, target_BLV)), -1)  # 1 - TV
     agreement = jnp.sum(own_BL * overlap_BL) / jnp.sum(own_BL)
-    return total, {"loss": total, **metrics, "causal_ce": own_bits(target_BL), "agreement": agreement}
+    metrics |= {"causal_ce": own_bits(target_BL), "agreement": agreement}
+    if config.tv:
+        fixed_BLV = jax.lax.stop_gradient(target_BLV)
+        overlap_BL = jnp.where(rank_BL > 0, jnp.sum(jnp.exp(jnp.minimum(draft_BLV, fixed_BLV)), -1), 1.0)
+        passed_BL = jnp.where(weight_BL > 0, overlap_BL, 1.0)
+        survival_BL = jnp.cumprod(passed_BL, 1) / passed_BL
+        metrics["tv"] = jnp.sum(weight_BL * jax.lax.stop_gradient(survival_BL) * (1.0 - overlap_BL)) / B
+        total = total + config.tv * metrics["tv"]
+    if config.elbo:
+        group = lambda x: x.reshape(B // config.prefixes, config.prefixes, *x.shape[1:])
+        start_GI = group(revealed_B)
+        logp_G = jax.vmap(sparse_elbo)(group(-draft_BL), group(-target_BL), start_GI)
+        metrics["elbo"] = -jnp.mean(logp_G / (L - start_GI[:, 0]))
+        total = total + config.elbo * metrics["elbo"]
+    return total, {"loss": total, **metrics}
+
+
+def _share(tokens_BL, order_BL, revealed_B, given_B, prefixes: int) -> tuple[Array, Array, Array]:
+    """Returns a batch of B / prefixes texts and orders, each in `prefixes` adjacent rows whose i are stratified and rise."""
+    B, L = tokens_BL.shape
+    if given_B is not None:
+        raise UserError("objective.prefixes > 1 doesn't go with given positions; set it to 1")
+    if B % prefixes:
+        raise UserError(f"the batch of {B} rows can't be shared out over objective.prefixes={prefixes}; make it a multiple")
+    first = lambda x_BL: jnp.repeat(x_BL[::prefixes], prefixes, 0)
+    part_B = (first(revealed_B) / L + jnp.arange(B) % prefixes) / prefixes
+    return first(tokens_BL), first(order_BL), jnp.minimum(jnp.floor(part_B * L).astype(jnp.int32), L - 1)
+
+
+def sparse_elbo(draft_IL: Float[Array, "I L"], target_IL: Float[Array, "I L"], start_I: Int[Array, "I"]) -> Float[Array, ""]:
+    """Returns log p(x of ranks >= start_0 | sigma, ranks < start_0), in nats, of a sampler that drafts at the ranks start_I only.
+
+    The inputs are log probabilities of the true tokens given start_I revealed. From start_k all ranks are drafted and judged; the chain
+    ends at the first rejection, at rank j. Up to the next start behind j tokens are then drawn from the target of the last start before j;
+    there a new draft begins. With all ranks as starts this is the recursion of the basic sampler (arXiv 2510.03929, section 3.4), with
+    start_0 alone the product of the target.
+
+        G(start_k) = log [ prod_d a_k(d) + sum_j prod_{d < j} a_k(d) r_k(j) exp G(j + 1) ],   a = min(draft, target),  r = target - a
+        G(j) = sum_{j <= d < start_l} log target_{l-1}(d) + G(start_l)     start_{l-1} < j <= start_l, and G(L) = 0
+    """
+    I, L = draft_IL.shape
+    accept_IL = jnp.minimum(draft_IL, target_IL)
+    ahead_IL = target_IL > draft_IL
+    ratio_IL = jnp.where(ahead_IL, draft_IL - target_IL, -1.0)  # a number that has a gradient where this is not used
+    reject_IL = jnp.where(ahead_IL, target_IL + jnp.log(-jnp.expm1(ratio_IL)), -jnp.inf)
+    rank_L = jnp.arange(L)
+    after_L = jnp.zeros((L,))  # G(j + 1) at column j
+    begin = jnp.zeros(())  # G(start_k), once it is known
+    stop = jnp.asarray(L)
+    for k in reversed(range(I)):
+        own_L = (rank_L >= start_I[k]) & (rank_L < stop)
+        product_L = jnp.cumsum(jnp.where(own_L, target_IL[k], 0.0)[::-1])[::-1]  # sum_{d >= j} log target, within this stretch
+        after_L = jnp.where(own_L, jnp.append(product_L[1:], 0.0) + begin, after_L)
+        drafted_L = rank_L >= start_I[k]
+        chain_L = jnp.cumsum(jnp.where(drafted_L, accept_IL[k], 0.0))
+        before_L = chain_L - jnp.where(drafted_L, accept_IL[k], 0.0)
+        terms_L = jnp.where(drafted_L, before_L + reject_IL[k] + after_L, -jnp.inf)
+        begin, stop = jax.scipy.special.logsumexp(jnp.append(terms_L, chain_L[-1])), start_I[k]
+    return begin
 
 
 def cross_entropy(logprobs_BLV: Float[Array, "B L V"], tokens_BL: Int[Array, "B L"]) -> Float[Array, "B L"]:

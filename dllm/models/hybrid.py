@@ -42,6 +42,7 @@ class Config:
     gain      where the learned factor on the causal output starts: small, so that the target starts as the draft; not 0, a saddle
     pairing   "crossed": queries turn by the position to be predicted, keys by where their token stands. "paired": both sides by the
               token's own position, so that no query ever sees its distance to a key's token, and the head learns nothing (ablation)
+    causal_heads, causal_mlp  heads and MLP width of the causal layers; 0: those of the others
     """
 
     vocab: int = 27
@@ -51,6 +52,8 @@ class Config:
     n_causal: int = 1
     heads: int = 4
     mlp: int = 384
+    causal_heads: int = 0
+    causal_mlp: int = 0
     theta: float = 1e4
     residual: bool = True
     gain: float = 0.1
@@ -93,15 +96,15 @@ class Hybrid(nn.Module):
     config: Config
 
     def setup(self):
-        cfg, block = self.config, _block(self.config)
+        cfg = self.config
         self.embed = nn.Embed(cfg.vocab + 1, cfg.width, dtype=cfg.dtype, embedding_init=nn.initializers.normal(1.0))
-        self.stack = decoder.Stack(block, cfg.n_noncausal)
+        self.stack = decoder.Stack(_block(cfg, cfg.heads, cfg.mlp), cfg.n_noncausal)
         self.norm = RMSNorm()
         self.head = Dense(cfg.vocab)
         if cfg.n_causal:
             self.join_norm = RMSNorm()
             self.join = Dense(cfg.width)
-            self.causal = decoder.Stack(block, cfg.n_causal)
+            self.causal = decoder.Stack(_causal_block(cfg), cfg.n_causal)
             self.gain = self.param("gain", nn.initializers.constant(cfg.gain), (cfg.width,), jnp.float32)
 
     def both(
@@ -124,7 +127,7 @@ class Hybrid(nn.Module):
         """
         h_BLD, cache = self._noncausal(tokens_BL, order_BL, revealed_B), None
         if self.config.n_causal:
-            block, (B, L) = _block(self.config), tokens_BL.shape
+            block, (B, L) = _causal_block(self.config), tokens_BL.shape
             empty = Cache.empty(self.config.n_causal, B, L, block.kv_heads, block.head_width, block.dtype)
             _, cache = self._causal_all(h_BLD, tokens_BL, order_BL, empty)
         return self._logits(_rows(h_BLD, _ranks(revealed_B, window))), (h_BLD, cache)
@@ -175,8 +178,9 @@ class Hybrid(nn.Module):
         cfg = self.config
         parts = [self.join_norm(h_current), self.join_norm(h_next), self.embed(tokens)]  # normed: all three at the embedding's scale
         both_next, current_next = jnp.stack([next_, next_], -1), jnp.stack([current, next_], -1)
-        key_table = rotary_table(current_next, cfg.width // cfg.heads, cfg.theta)
-        query_table = rotary_table(both_next, cfg.width // cfg.heads, cfg.theta) if cfg.pairing == "crossed" else key_table
+        width = _causal_block(cfg).head_width
+        key_table = rotary_table(current_next, width, cfg.theta)
+        query_table = rotary_table(both_next, width, cfg.theta) if cfg.pairing == "crossed" else key_table
         return self.causal(self.join(jnp.concatenate(parts, -1)), masks.causal, query_table, key_table, cache)
 
     def _target(self, causal, h_next):
@@ -198,13 +202,17 @@ def _rows(x: Array, rank_BW: Int[Array, "B W"]) -> Array:
     return jnp.take_along_axis(x, at_BW.reshape(*at_BW.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def _block(config: Config) -> decoder.BlockConfig:
+def _causal_block(config: Config) -> decoder.BlockConfig:
+    return _block(config, config.causal_heads or config.heads, config.causal_mlp or config.mlp)
+
+
+def _block(config: Config, heads: int, mlp: int) -> decoder.BlockConfig:
     return decoder.BlockConfig(
         width=config.width,
-        heads=config.heads,
-        kv_heads=config.heads,
-        head_width=config.width // config.heads,
-        mlp=config.mlp,
+        heads=heads,
+        kv_heads=heads,
+        head_width=config.width // heads,
+        mlp=mlp,
         dtype=config.dtype,
         remat=config.remat,
     )
@@ -212,13 +220,14 @@ def _block(config: Config) -> decoder.BlockConfig:
 
 def build(config: Config) -> Hybrid:
     """Returns the module. Raises UserError where the config makes no model."""
-    if config.width % (4 * config.heads):
-        raise UserError(f"model.width is {config.width}; it must be a multiple of 4 x heads = {4 * config.heads}, for two rotary groups")
+    for key, heads in (("heads", config.heads), ("causal_heads", config.causal_heads or config.heads)):
+        if heads < 1 or config.width % (4 * heads):
+            raise UserError(f"model.width is {config.width}; it must be a multiple of 4 x {key} = {4 * heads}, for two rotary groups")
     if config.pairing not in ("crossed", "paired"):
         raise UserError(f"model.pairing is {config.pairing!r}; it can be 'crossed' or 'paired'")
     if config.n_noncausal < 1 or config.n_causal < 0:
         raise UserError(f"model has n_noncausal={config.n_noncausal}, n_causal={config.n_causal}; at least 1 and 0 are needed")
-    _block(config)
+    _block(config, config.heads, config.mlp), _causal_block(config)
     return Hybrid(config)
 
 

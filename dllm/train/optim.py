@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import traverse_util
 
+from dllm.core.config import require
 from dllm.core.paths import select
 from dllm.core.types import UserError
 
@@ -22,6 +24,7 @@ class OptimConfig:
     """lr: the peak. warmup: steps. clip: of the global gradient norm, 0 = none. ema: the decay's limit, 0 = none.
 
     train_only: parameters in whose path this regular expression occurs are trained, the others are constants. "" trains all.
+    lr_factor: what the rate is multiplied by for parameters in whose path the regular expression lr_factor_on occurs.
     """
 
     lr: float
@@ -32,12 +35,19 @@ class OptimConfig:
     clip: float
     ema: float
     train_only: str
+    lr_factor: float = 1.0
+    lr_factor_on: str = "^(join|causal|gain)"
 
     def __post_init__(self):
-        try:
-            re.compile(self.train_only)
-        except re.error as e:
-            raise UserError(f"optim.train_only is not a regular expression: {e}") from None
+        numbers = ("lr", "warmup", "weight_decay", "clip", "lr_factor")
+        require(self, "optim", numbers, "0 or more", lambda x: x >= 0 and math.isfinite(x))
+        require(self, "optim", ("b1", "b2"), "0 or more, below 1", lambda x: 0 <= x < 1)
+        require(self, "optim", ("ema",), "between 0 and 1", lambda x: 0 <= x <= 1)
+        for key in ("train_only", "lr_factor_on"):
+            try:
+                re.compile(getattr(self, key))
+            except re.error as e:
+                raise UserError(f"optim.{key} is not a regular expression: {e}; correct it") from None
 
 
 def learning_rate(config: OptimConfig, steps: int, step: jax.Array | int) -> jax.Array:
@@ -56,7 +66,10 @@ def optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=lambda params: select(MATRICES, params),
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip), adamw) if config.clip else adamw
+    parts = [optax.clip_by_global_norm(config.clip)] * bool(config.clip) + [adamw]
+    if config.lr_factor != 1:
+        parts += [optax.masked(optax.scale(config.lr_factor), lambda updates: select(config.lr_factor_on, updates))]
+    return optax.chain(*parts)
 
 
 def split(params: dict[str, Any], pattern: str) -> tuple[dict[str, Any], dict[str, Any]]:

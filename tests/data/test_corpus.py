@@ -8,7 +8,7 @@ import pytest
 
 from dllm.core.types import UserError
 from dllm.data import corpus
-from dllm.data.corpus import ALPHABET, DataConfig, decode, encode, make_corpus, normalize, words
+from dllm.data.corpus import ALPHABET, DataConfig, decode, encode, frequent_words, make_corpus, normalize, restrict, words
 
 
 def test_ids_are_places_in_the_alphabet():
@@ -64,3 +64,23 @@ def test_a_split_shorter_than_a_sequence_is_named():
         make_corpus(DataConfig("text8", "x/y", 8), long, short, long)
     with pytest.raises(UserError, match=r"data.length is 0"):
         make_corpus(DataConfig("text8", length=0), long, long, long)
+
+
+@pytest.mark.parametrize("piece", [1, 5, 1000])
+def test_a_lexicon_keeps_the_frequent_words_of_the_training_text(monkeypatch, piece):
+    monkeypatch.setattr(corpus, "_PIECE", piece)
+    train, valid = encode(" b a c  a b a d c e "), encode("x a y b  z c b w")
+    assert frequent_words(train, 3) == ("a", "b", "c")  # b and c are as frequent: the alphabet decides
+    assert decode(restrict(valid, ("a", "b"))) == "a b b"
+    made = make_corpus(DataConfig("text8", length=3, lexicon=2), train, valid, encode("d e b a"))
+    assert [decode(ids) for ids in (made.train, made.valid, made.test)] == ["b a a b a", "a b b", "b a"[:3]]
+    assert words(made.train) == ("a", "b")
+
+
+def test_a_lexicon_that_cannot_be_had_is_an_error():
+    text = encode("a b c a")
+    for count, found in ((-1, "data.lexicon is -1"), (4, "only 3 different words")):
+        with pytest.raises(UserError, match=found):
+            make_corpus(DataConfig("text8", length=1, lexicon=count), text, text, text)
+    with pytest.raises(UserError, match="valid split"):
+        make_corpus(DataConfig("text8", length=1, lexicon=1), text, encode("b c"), text)

@@ -1,4 +1,5 @@
 import functools
+import itertools
 import types
 
 import jax
@@ -6,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm.core.types import UserError
 from dllm.diffusion import next_token, ssmd
 from dllm.diffusion.corruption import any_order
 from dllm.models import gpt, hybrid
@@ -110,6 +112,92 @@ def test_the_bound_is_exact_for_independent_tokens():
     for seed in range(3):
         loss, _ = ssmd.loss(table, jnp.full((4, 8), 3), jax.random.key(seed), ssmd.Config())
         np.testing.assert_allclose(loss, nats, rtol=1e-6)
+
+
+def test_the_tv_term_weighs_by_survival_and_moves_the_draft_alone():
+    """Against loops, on tables; its gradient with respect to the target's logits is zero."""
+    draft, target = jax.random.normal(jax.random.key(3), (2, 4, 8, 5))
+    table = lambda d, t: types.SimpleNamespace(both=lambda *_: (d, t))
+    config = ssmd.Config(tv=2.0)
+    total, metrics = ssmd.loss(table(draft, target), TOKENS, KEY, config)
+    _, revealed = any_order(KEY, 4, 8)
+    p, q = (np.asarray(jax.nn.softmax(x), np.float64) for x in (draft, target))
+    want = 0.0
+    for b, i in enumerate(revealed.tolist()):
+        survival = 1.0
+        for d in range(i, 8):
+            tv = 0.0 if d == 0 else np.abs(p[b, d] - q[b, d]).sum() / 2
+            want += survival * tv / (8 - i) / 4
+            survival *= 1 - tv
+    np.testing.assert_allclose(metrics["tv"], want, rtol=1e-5)
+    plain = lambda d, t: ssmd.loss(table(d, t), TOKENS, KEY, ssmd.Config())[0]
+    np.testing.assert_allclose(total, plain(draft, target) + 2 * want, rtol=1e-5)
+    added = jax.grad(lambda d, t: ssmd.loss(table(d, t), TOKENS, KEY, config)[0] - plain(d, t), (0, 1))(draft, target)
+    assert float(jnp.abs(added[0]).max()) > 1e-3
+    np.testing.assert_allclose(added[1], 0, atol=1e-7)
+
+
+def sparse_law(draft, target, starts, tokens):
+    """Returns p(tokens of ranks >= starts[0]) of the sampler that `sparse_elbo` describes, step by step. draft, target: [I, L, V]."""
+    length = len(tokens)
+
+    def begin(k):  # F(start_k)
+        total, chain = 0.0, 1.0
+        for j in range(starts[k], length):
+            p, q = draft[k, j, tokens[j]], target[k, j, tokens[j]]
+            total += chain * max(q - p, 0.0) * behind(j + 1)
+            chain *= min(p, q)
+        return total + chain
+
+    def behind(j):
+        if j == length:
+            return 1.0
+        last = max(k for k in range(len(starts)) if starts[k] < j)
+        if j in starts:
+            return begin(starts.index(j))
+        return target[last, j, tokens[j]] * behind(j + 1)
+
+    return begin(0)
+
+
+@pytest.mark.parametrize("starts", [(0,), (0, 1, 2, 3), (0, 2), (1, 2), (0, 1, 3)])
+def test_sparse_elbo_is_the_law_of_its_sampler(starts):
+    """Equal to the step-by-step law, and its probabilities of all continuations sum to one."""
+    length, vocab, rng = 4, 3, np.random.default_rng(0)
+    draft, target = rng.dirichlet(np.full(vocab, 0.7), (2, len(starts), length))
+    total = 0.0
+    for text in itertools.product(range(vocab), repeat=length - starts[0]):
+        tokens = (0,) * starts[0] + text
+        drafted, targeted = (jnp.log(jnp.asarray(table[:, np.arange(length), tokens], jnp.float32)) for table in (draft, target))
+        logp = ssmd.sparse_elbo(drafted, targeted, jnp.asarray(starts))
+        np.testing.assert_allclose(jnp.exp(logp), sparse_law(draft, target, starts, tokens), rtol=1e-5)
+        total += float(jnp.exp(logp))
+    np.testing.assert_allclose(total, 1, rtol=1e-5)
+
+
+def test_rows_share_their_text_and_order_for_the_elbo(variables):
+    """The groups' starts rise, i stays uniform over all ranks, and the loss has finite gradients."""
+    seen = []
+    for seed in range(200):
+        order, revealed = any_order(jax.random.key(seed), 4, 8)
+        tokens, order, revealed = ssmd._share(TOKENS, order, revealed, None, 2)
+        assert (tokens[0] == tokens[1]).all()
+        assert (order[2] == order[3]).all()
+        assert revealed[0] < revealed[1]
+        assert revealed[2] < revealed[3]
+        seen += revealed.tolist()
+    counts = np.bincount(seen, minlength=8)
+    assert abs(counts - 100).max() < 40  # four standard deviations of a binomial
+    config = ssmd.Config(elbo=1.0, prefixes=2)
+    loss = lambda v: ssmd.loss(hybrid.bind(CONFIG, v), TOKENS, KEY, config)
+    (total, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables)
+    assert np.isfinite(total)
+    assert 0 < metrics["elbo"] < total
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    with pytest.raises(UserError, match="prefixes"):
+        ssmd.loss(hybrid.bind(CONFIG, variables), TOKENS[:3], KEY, config)
+    with pytest.raises(UserError, match="prefixes"):
+        ssmd.Config(elbo=1.0)
 
 
 def test_next_token_is_the_chain_rule_of_a_model_that_reads_only_what_is_before():

@@ -207,3 +207,24 @@ def test_bfloat16_and_remat_run(variables):
 def test_a_config_that_makes_no_model_is_a_user_error(change):
     with pytest.raises(UserError, match=next(iter(change))):
         hybrid.build(dataclasses.replace(CONFIG, **change))
+
+
+def test_a_causal_part_with_heads_and_mlp_of_its_own(call):
+    """Shapes are its own, draft + verify still equal `both`, and it doesn't read what it predicts."""
+    config = dataclasses.replace(CONFIG, causal_heads=4, causal_mlp=40)
+    variables = make(config)
+    shapes = jax.tree.map(jnp.shape, variables["params"])
+    kernels = lambda part: sorted({leaf for leaf in jax.tree.leaves(shapes[part], is_leaf=lambda x: isinstance(x, tuple)) if len(leaf) > 2})
+    assert any(40 in leaf for leaf in kernels("causal"))
+    assert not any(40 in leaf for leaf in kernels("stack"))
+    functions = hybrid.bind(config, variables)
+    draft, target = jax.jit(functions.both)(TOKENS, ORDER, REVEALED)
+    drafted, hidden = jax.jit(lambda *args: functions.draft(*args, W))(TOKENS, ORDER, REVEALED)
+    verified = jax.jit(lambda *args: functions.verify(*args, W))(hidden, TOKENS, ORDER, REVEALED)
+    for row, i in enumerate(REVEALED.tolist()):
+        columns = slice(i, min(i + W, L))
+        np.testing.assert_allclose(drafted[row, : min(W, L - i)], draft[row, columns], atol=1e-5)
+        first = int(i == 0)  # rank 0 has no target
+        np.testing.assert_allclose(verified[row, first : min(W, L - i)], target[row, columns][first:], atol=1e-5)
+    with pytest.raises(UserError, match="causal_heads"):
+        hybrid.build(dataclasses.replace(CONFIG, causal_heads=3))

@@ -117,6 +117,21 @@ def test_frozen_gradients_are_not_built():
     assert products(tiny.run(optim__train_only="^causal")) < products(tiny.run()) - 10
 
 
+def test_lr_factor_scales_the_updates_of_the_causal_part_alone():
+    params = create(tiny.run(), sharding.make_mesh(tiny.run().mesh)).params
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    def updates(**options):
+        tx = optim.optimizer(tiny.run(**options).optim, 40)
+        return named_leaves(jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(grads, params))
+
+    plain, scaled = updates(), updates(optim__lr_factor=3.0)
+    for name, leaf in plain.items():
+        factor = 3 if name.startswith(("join", "causal", "gain")) else 1
+        np.testing.assert_allclose(scaled[name], factor * leaf, rtol=1e-6, err_msg=name)
+    assert len({name.partition("/")[0] for name in plain} & {"join", "causal", "gain", "stack"}) == 4
+
+
 def test_train_only_that_matches_nothing_is_an_error():
     run = tiny.run(optim__train_only="backbone")
     with pytest.raises(UserError, match="train_only='backbone' matches no parameter"):

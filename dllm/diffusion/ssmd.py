@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from dllm.core.types import UserError
 from dllm.diffusion.corruption import any_order
+from dllm.diffusion.likelihood import ZERO, accept_replace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +123,7 @@ def sparse_elbo(draft_IL: Float[Array, "I L"], target_IL: Float[Array, "I L"], s
         G(j) = sum_{j <= d < start_l} log target_{l-1}(d) + G(start_l)     start_{l-1} < j <= start_l, and G(L) = 0
     """
     I, L = draft_IL.shape
-    accept_IL = jnp.minimum(draft_IL, target_IL)
-    ahead_IL = target_IL > draft_IL
-    ratio_IL = jnp.where(ahead_IL, draft_IL - target_IL, -1.0)  # a number that has a gradient where this is not used
-    reject_IL = jnp.where(ahead_IL, target_IL + jnp.log(-jnp.expm1(ratio_IL)), -jnp.inf)
+    accept_IL, reject_IL = accept_replace(draft_IL, target_IL)
     rank_L = jnp.arange(L)
     after_L = jnp.zeros((L,))  # G(j + 1) at column j
     begin = jnp.zeros(())  # G(start_k), once it is known
@@ -137,7 +135,7 @@ def sparse_elbo(draft_IL: Float[Array, "I L"], target_IL: Float[Array, "I L"], s
         drafted_L = rank_L >= start_I[k]
         chain_L = jnp.cumsum(jnp.where(drafted_L, accept_IL[k], 0.0))
         before_L = chain_L - jnp.where(drafted_L, accept_IL[k], 0.0)
-        terms_L = jnp.where(drafted_L, before_L + reject_IL[k] + after_L, -jnp.inf)
+        terms_L = jnp.where(drafted_L, before_L + reject_IL[k] + after_L, ZERO)
         begin, stop = jax.scipy.special.logsumexp(jnp.append(terms_L, chain_L[-1])), start_I[k]
     return begin
 

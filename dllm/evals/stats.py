@@ -49,8 +49,9 @@ class Context:
 
     words: frozenset[str] | None = None  # the vocabulary of the training split: spelling
     judge: Any = None  # a loaded `gpt` run: gen_nll
-    run: Any = None  # the loaded run that is evaluated, with its objective: bound
+    run: Any = None  # the loaded run that is evaluated, with its objective: bound, likelihood
     objective: Any = None  # (module, config) of that run
+    options: Any = None  # of the sampler self_speculative (its Options): likelihood
     seed: int = 0
 
     def need(self, field: str, metric: str) -> Any:

@@ -4,12 +4,18 @@
 
 Writes FIRST_SWEEP/<y>_<x>.png and .svg (or --out). One colour a sampler, one line style a model; error bars are one standard error;
 dashed lines are real held-out text and its shuffled characters. A curve joins, in order of passes, the rows that differ only in --knobs.
---compare prints how many times fewer passes each curve needs than the baseline's, at the qualities that both reach.
+--compare prints how many times fewer passes each curve needs than the baseline, at the qualities that both reach, and writes it all to
+FIRST_SWEEP/<y>_compare.json (or OUT_compare.json). The curves of the sampler --baseline, of all models in the sweeps, are one baseline
+together, the best of them at each quality; and each of them is one alone. So a twin without causal layers joins the model's own draft:
+
+    python experiments/plot.py --sweep=runs/text8/nfe --sweep=runs/text8_mdm/nfe --from_nfe=4 --compare
 """
 
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,7 @@ from absl import flags
 from dllm.core.config import main, read_json, write_atomic
 from dllm.core.types import UserError
 from dllm.evals import compare
-from dllm.evals.results import Curve, read_curves
+from dllm.evals.results import Curve, number, read_curves
 
 AXES = {"nfe": "network passes (NFE)", "nfe_weighted": "network passes, weighted by layers"}
 NAMES = {
@@ -29,7 +35,6 @@ NAMES = {
     "entropy_pooled": "unigram entropy, pooled (nats)",
     "gen_nll": "NLL under the judge (nats a character)",
 }
-LOWER_IS_BETTER = ("gen_nll",)
 COLOURS = {"ancestral": "#3d3d3d", "self_speculative": "#d1495b", "confidence": "#1f77b4", "autoregressive": "#2a9d8f"}
 MORE_COLOURS = ("#e09f3e", "#7b5ea7", "#8d6e63", "#c77cba", "#7f9172")  # in turn, for samplers without one of their own
 STYLES = ("-", "--", "-.", ":")
@@ -40,9 +45,10 @@ flags.DEFINE_multi_string("sweep", None, "folder of a sweep (its --out); give it
 flags.DEFINE_enum("x", "nfe", [*AXES, "both"], "how passes are counted; both: two panels")
 flags.DEFINE_string("y", "spelling", "the metric")
 flags.DEFINE_list("knobs", "rate,n_verify", "settings that move along one curve; rows that differ in others are other curves")
+flags.DEFINE_float("from_nfe", 0.0, "leave out the points of fewer main passes (nfe, whatever x is)")
 flags.DEFINE_list("samplers", [], "draw these samplers only; all by default")
 flags.DEFINE_bool("compare", False, "print the ratio of passes at equal quality")
-flags.DEFINE_string("baseline", "ancestral", "the sampler that --compare divides by")
+flags.DEFINE_string("baseline", "ancestral", "the sampler whose curves --compare divides by")
 flags.DEFINE_string("out", "", "path of the pictures without ending")
 
 
@@ -105,30 +111,63 @@ def _ticks(ax: Any, nfe: np.ndarray) -> None:
     ax.xaxis.set_minor_locator(ticker.NullLocator())
 
 
-def print_comparison(curves: list[Curve], x: str, y: str, sampler: str) -> None:
-    """Prints, for every curve but the baseline's, the ratios of passes at equal quality with their 95 % bootstrap intervals."""
+def compare_all(curves: list[Curve], x: str, y: str, sampler: str) -> list[dict[str, Any]]:
+    """Prints and returns the comparison of every curve with the baseline's curves, together and, if there are more of them, one by one."""
     baselines = [c for c in curves if c.sampler == sampler]
     if not baselines:
         there = ", ".join(dict.fromkeys(c.sampler for c in curves))
         raise UserError(f"no curve of the baseline sampler {sampler!r}: give --baseline= one of {there}")
-    for curve in (c for c in curves if c not in baselines):
-        base = next((b for b in baselines if b.model == curve.model), baselines[0])
-        higher = y not in LOWER_IS_BETTER
-        print(f"\n{curve.label} against {base.label}: {x} of the baseline / {x} at equal {y} (95 % bootstrap over sequences)")
-        try:
-            c = compare.compare(base.points, curve.points, higher)
-            for level, ratio, low, high in zip(c.levels, c.ratio, c.low, c.high, strict=True):
-                print(f"  {y} {level:.4f}   {ratio:.2f} x   [{low:.2f}, {high:.2f}]")
-            print(f"  geometric mean    {c.mean:.2f} x   [{c.mean_low:.2f}, {c.mean_high:.2f}]")
-        except UserError as e:
-            print(f"  {e}")
-        z = compare.shortfall(base.points, curve.points, higher)
-        print("  no common range of passes" if np.isnan(z) else f"  largest shortfall at equal {x}: {max(z, 0.0):.1f} standard errors")
+    found = []
+    for curve in (c for c in curves if c.sampler != sampler):
+        for group in [baselines] + [[b] for b in baselines] * (len(baselines) > 1):
+            found.append({"x": x, "curve": curve.label, "points": len(curve.points)})
+            found[-1] |= {"baseline": [b.label for b in group], "baseline_points": [len(b.points) for b in group]}
+            arguments = [b.points for b in group], curve.points, y not in compare.LOWER_IS_BETTER
+            z = compare.shortfall(*arguments)
+            found[-1]["shortfall_in_stderr"] = None if np.isnan(z) else z
+            try:
+                found[-1] |= asdict(compare.compare(*arguments))
+            except UserError as e:
+                found[-1]["error"] = str(e)
+            print_comparison(found[-1], y, brief=group is not baselines)
+    return found
+
+
+def print_comparison(c: dict[str, Any], y: str, brief: bool) -> None:
+    """Prints one entry of `compare_all`, in one line if brief."""
+    x, names, counts = c["x"], " and ".join(c["baseline"]), " and ".join(map(str, c["baseline_points"]))
+    entropy = lambda gap, stderr: "" if np.isnan(gap) else f"   entropy {gap:+.4f} ± {stderr:.4f}"
+    if "error" not in c:
+        interval = f"{c['mean']:.2f} x   [{c['mean_low']:.2f}, {c['mean_high']:.2f}]"
+        mean = interval + entropy(c["mean_entropy_gap"], c["mean_entropy_gap_stderr"])
+    if brief:
+        print(f"  no band with {names} alone" if "error" in c else f"  against {names} alone: {mean}")
+        return
+    print(f"\n{c['curve']} ({c['points']} points) against {'the better of: ' * (len(c['baseline']) > 1)}{names} ({counts} points)")
+    if "error" in c:
+        print(f"  {c['error']}")
+    else:
+        print(f"  {x} of the baseline / {x} at equal {y}, 95 % bootstrap over sequences; entropy in nats less the baseline's")
+        for level, ratio, low, high, *gap in zip(*(c[k] for k in ("levels", "ratio", "low", "high", "entropy_gap", "entropy_gap_stderr"))):
+            print(f"  {y} {level:.4f}   {ratio:.2f} x   [{low:.2f}, {high:.2f}]{entropy(*gap)}")
+        print(f"  geometric mean    {mean}")
+        print(f"  it needs 1/{c['mean']:.2f} of the baseline's {AXES[x]}, averaged over the band")
+    z = c["shortfall_in_stderr"]
+    print("  no common range of passes" if z is None else f"  largest shortfall at equal {x}: {max(z, 0.0):.1f} standard errors")
+
+
+def plain(x: Any) -> Any:
+    """Returns x as JSON takes it: arrays as lists, nan as null."""
+    if isinstance(x, dict):
+        return {k: plain(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple, np.ndarray)):
+        return [plain(v) for v in x]
+    return number(x) if isinstance(x, float) else x
 
 
 def run() -> None:
     axes = list(AXES) if FLAGS.x == "both" else [FLAGS.x]
-    panels = {x: read_curves(FLAGS.sweep, x, FLAGS.y, FLAGS.knobs) for x in axes}
+    panels = {x: read_curves(FLAGS.sweep, x, FLAGS.y, FLAGS.knobs, FLAGS.from_nfe) for x in axes}
     there = sorted({c.sampler for c in panels[axes[0]]})
     if missing := [s for s in FLAGS.samplers if s not in there]:
         raise UserError(f"no rows of the sampler {missing[0]!r}; there are: {', '.join(there)}")
@@ -138,8 +177,10 @@ def run() -> None:
     out = Path(FLAGS.out) if FLAGS.out else first / f"{FLAGS.y}_{FLAGS.x}"
     draw(panels, FLAGS.y, reference, out)
     if FLAGS.compare:
-        for x, curves in panels.items():
-            print_comparison(curves, x, FLAGS.y, FLAGS.baseline)
+        found = [entry for x, curves in panels.items() for entry in compare_all(curves, x, FLAGS.y, FLAGS.baseline)]
+        path = Path(f"{FLAGS.out or first / FLAGS.y}_compare.json")
+        write_atomic(path, json.dumps({"y": FLAGS.y, "from_nfe": FLAGS.from_nfe, "comparisons": plain(found)}, indent=1) + "\n")
+        print(f"wrote {path}")
     print(f"wrote {out}.png and {out}.svg")
 
 

@@ -24,7 +24,7 @@ from ml_collections import config_dict, config_flags
 import dllm.samplers
 from dllm.core.config import main, writable_folder, write_atomic
 from dllm.data.corpus import decode
-from dllm.evals.generate import Request, generate, make_task, parse_prompt
+from dllm.evals.generate import Request, check_request, generate, make_task, parse_prompt
 from dllm.train.checkpoint import load_run
 from dllm.train.sharding import MeshConfig, make_mesh
 
@@ -59,13 +59,15 @@ flags.DEFINE_string("out", "", "file of the JSON lines")
 
 
 def run() -> None:
-    if FLAGS.out:
-        writable_folder(Path(FLAGS.out).parent)
     mesh = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1))
     loaded = load_run(FLAGS.workdir, FLAGS.step, mesh)
     options = {k: v for k, v in OPTION.value.items() if v is not None}
     task = make_task(loaded, FLAGS.sampler, options, SETTING.value.to_dict())
-    g = generate(task, num=FLAGS.num, batch=FLAGS.batch, seed=FLAGS.seed, row=parse_prompt(FLAGS.prompt), mesh=mesh)
+    row = parse_prompt(FLAGS.prompt)
+    check_request(task, FLAGS.num, FLAGS.batch, row)
+    out = Path(FLAGS.out) if FLAGS.out else Path(FLAGS.workdir) / "samples" / f"{FLAGS.sampler}_step{loaded.step}_seed{FLAGS.seed}.jsonl"
+    writable_folder(out.parent)
+    g = generate(task, num=FLAGS.num, batch=FLAGS.batch, seed=FLAGS.seed, row=row, mesh=mesh)
     lines: list[dict[str, Any]] = []
     for n, (tokens_L, length) in enumerate(zip(g.tokens_BL, g.lengths_B, strict=True)):
         text = decode(tokens_L[:length])
@@ -75,7 +77,6 @@ def run() -> None:
     rate = f", {g.accepted_B.sum() / g.proposed_B.sum():.1%} of the drafted tokens accepted" if g.proposed_B.sum() else ""
     per_pass = g.new_B.sum() / max(g.nfe_B.sum(), 1)
     print(f"{g.nfe_B.mean():.1f} passes a sample, {per_pass:.2f} tokens a pass{rate}, {g.seconds_per_sample:.3g} s a sample")
-    out = Path(FLAGS.out) if FLAGS.out else Path(FLAGS.workdir) / "samples" / f"{FLAGS.sampler}_step{loaded.step}_seed{FLAGS.seed}.jsonl"
     write_atomic(out, "".join(json.dumps(line) + "\n" for line in lines))
     print(f"wrote {out}")
 

@@ -19,7 +19,7 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from dllm.core.config import config_dict, main, to_dataclass, writable_folder, write_atomic
+from dllm.core.config import config_dict, main, require, to_dataclass, write_atomic
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
 from dllm.data import pipeline
@@ -31,6 +31,7 @@ from dllm.evals.stats import Context, Metric
 from dllm.ops.passes import mean_by_kind
 from dllm.train.checkpoint import load_run
 from dllm.train.sharding import MeshConfig, make_mesh
+from dllm.train.workdir import locked
 
 FLAGS = flags.FLAGS
 CONFIG = config_flags.DEFINE_config_file("config", None, "the grid, a file in configs/sweeps/")
@@ -42,8 +43,8 @@ flags.DEFINE_integer("step", None, "checkpoint to measure; the latest by default
 @dataclass(frozen=True)
 class PointConfig:
     sampler: str
-    options: Any  # dict of the sampler's Options
-    settings: Any  # dict of dllm.evals.generate.Request
+    options: dict  # of the sampler's Options
+    settings: dict  # of dllm.evals.generate.Request
 
 
 @dataclass(frozen=True)
@@ -109,23 +110,34 @@ def _pm(row: dict[str, Any], name: str) -> str:
 
 
 def run() -> None:
-    config = to_dataclass(SweepConfig, config_dict(CONFIG.value), "config")
-    out = writable_folder(FLAGS.out)
+    config, out = to_dataclass(SweepConfig, config_dict(CONFIG.value), "config"), Path(FLAGS.out)
+    require(config, "config", ("num_samples", "batch"), "positive", lambda x: x >= 1)
+    require(config, "config", ("evals", "points"), "a list of one or more", lambda x: len(x) >= 1)
     mesh = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1))
-    needs = {field: name for name in config.evals for field in getattr(lookup("evals", name), "NEEDS", ())}
+    spelled = any("words" in getattr(lookup("evals", name), "NEEDS", ()) for name in config.evals)
     judge = load_run(config.judge) if config.judge else None
     work: list[tuple[dict[str, Any], Task, Context]] = []  # everything is checked before anything is measured
+    keys: dict[str, tuple[int, str]] = {}  # of a row, where it comes from
     for workdir in FLAGS.workdir:
         loaded = load_run(workdir, FLAGS.step, mesh)
-        context = Context(words=read_words(workdir) if "words" in needs else None, judge=judge)
-        for field, metric in needs.items():
-            context.need(field, metric)
+        context = Context(words=read_words(workdir) if spelled else None, judge=judge)
+        length, vocab = loaded.model_config.length, loaded.model_config.vocab
+        score(config, context, np.full((1, length), vocab - 1), np.array([length]))  # what a metric lacks shows now
         digest = hashlib.sha256(json.dumps(loaded.config, sort_keys=True).encode()).hexdigest()[:12]
         name = {"model": Path(workdir).resolve().name, "step": loaded.step, "config_hash": digest}
-        for point in config.points:
+        for number, point in enumerate(config.points):
             task = make_task(loaded, point.sampler, point.options, point.settings)
             setting = asdict(task.options) | task.request.changed()
-            work.append((name | {"sampler": point.sampler, "setting": setting, "seed": config.seed}, task, context))
+            row, here = name | {"sampler": point.sampler, "setting": setting, "seed": config.seed}, f"points[{number}] of {workdir}"
+            if (there := keys.setdefault(results.row_key(row), (len(work), here)))[0] != len(work):
+                raise UserError(f"{there[1]} and {here} would be one row ({point.sampler}, {setting}); drop one of them")
+            work.append((row, task, context))
+    with locked(out, "sweeping", "--out"):
+        measure(config, work, out, mesh)
+
+
+def measure(config: SweepConfig, work: list[tuple[dict[str, Any], Task, Context]], out: Path, mesh: Any) -> None:
+    """Adds the rows that are missing to OUT."""
     results.repair(out / "results.jsonl")
     there = {results.row_key(row): row for row in results.read_rows(out)}
     fits = lambda row: row["num_samples"] == config.num_samples and set(config.evals) <= set(row["evals"])

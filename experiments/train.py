@@ -47,12 +47,12 @@ def main() -> None:
         raise UserError(f"train.batch={run.train.batch} must be a multiple of the mesh's data x fsdp = {rows}")
     workdir.check_run(folder, run)
     corpus = lookup("data", run.data.name).load(run.data)
-    with workdir.locked(folder) if jax.process_index() == 0 else contextlib.nullcontext():
+    with jax.set_mesh(mesh):
         train(run, folder, mesh, corpus)
 
 
 def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpus) -> None:
-    """Runs the steps that are missing."""
+    """Runs the steps that are missing. Whatever the config may have wrong shows before the workdir is touched."""
     plan, length, process = run.train, run.data.length, (jax.process_index(), jax.process_count())
     first = process[0] == 0  # the process that writes what isn't a checkpoint
     batches = pipeline.train_batches(corpus.train, length, plan.batch, plan.seed, *process)
@@ -61,15 +61,19 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
     samples = make_samples(run, mesh) if run.sampler else None
     due = lambda now, every: every > 0 and (now % every == 0 or now == plan.steps)
 
-    with checkpoint.manager(folder, writing=True) as checkpoints, jax.set_mesh(mesh), workdir.asked_to_stop() as stop:
-        # State: this workdir's last checkpoint, or else another run's weights, or else fresh.
+    # State: this workdir's last checkpoint, or else another run's weights, or else fresh.
+    state, origin = abstract(run, mesh), ""
+    jax.eval_shape(train_step, state, jax.ShapeDtypeStruct((plan.batch, length), jnp.int32, sharding=sharding.batch_sharding(mesh)))
+    if not checkpoint.complete_steps(folder):
+        state, origin = create(run, mesh), "from scratch"
+        if plan.init_from:
+            state, origin = checkpoint.warm_start(state, run, mesh)
+
+    lock = workdir.locked(folder) if first else contextlib.nullcontext()
+    with lock, checkpoint.manager(folder, writing=True) as checkpoints, workdir.asked_to_stop() as stop:
         start = saved = max(checkpoint.complete_steps(folder), default=0)
         if start:
             state, origin = checkpoint.restore(checkpoints, start, abstract(run, mesh), batches, run), f"resumed at step {start}"
-        else:
-            state, origin = create(run, mesh), "from scratch"
-            if plan.init_from:
-                state, origin = checkpoint.warm_start(state, run, mesh)
         if first:
             workdir.write_run(folder, run)
             if not (folder / "words.txt.gz").exists():
@@ -121,10 +125,10 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
                         checkpoint.save(checkpoints, now, state, batches, run.to_dict())
                         saved = now
                 if stop and save:
-                    checkpoints.wait_until_finished()
+                    checkpoint.finish(checkpoints)
                     log.show(f"stopped and saved at step {now} of {plan.steps}; the same command goes on from there")
                     sys.exit(128 + stop[0])
-            checkpoints.wait_until_finished()
+            checkpoint.finish(checkpoints)
             log.show(f"step {plan.steps} of {plan.steps} is done; checkpoints/, metrics.jsonl and samples/ are in {folder}")
         finally:
             log.close()

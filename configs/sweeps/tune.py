@@ -5,7 +5,7 @@
     python experiments/tune.py  --sweep=runs/text8/tune --x=nfe
     python experiments/sweep.py --config=configs/sweeps/points.py:runs/text8/tune/points_nfe.json --workdir=runs/text8 --out=runs/text8/nfe
 
-256 samples a setting; ten minutes for `mini` on 2 CPU cores, most of it compilation.
+256 samples a setting; fifteen minutes for `mini` on 2 CPU cores, most of it compilation.
 """
 
 from ml_collections import ConfigDict
@@ -14,6 +14,7 @@ from dllm.core.types import UserError
 
 COSINE = (0.25, 0.2, 0.167, 0.125, 0.1, 0.083, 0.06, 0.04, 0.03, 0.02, 0.01)
 CONSTANT, LINEAR = (16.0, 10.0, 8.0, 6.0, 4.0, 3.0, 2.0, 1.0), (32.0, 16.0, 8.0, 4.0)
+BLOCKS = {32.0: (2, 4, 8), 16.0: (2, 4, 8), 12.0: (2, 4), 8.0: (2, 3), 6.0: (2, 3), 4.0: (2, 3), 3.0: (2,), 2.0: (1, 2)}  # W: N
 FEW = {"cosine": (1.0, 0.5, 0.34, 0.25, 0.167, 0.125, 0.083), "constant": (16.0, 8.0), "linear": (32.0, 16.0)}  # windows of several tokens
 
 
@@ -26,6 +27,7 @@ def get_config(sampler: str = "self_speculative") -> ConfigDict:
         options += [{"rate": r, "n_verify": n, "verification": "chain"} for r in (0.5, 0.25, 0.125) for n in (1, 2, 4)]
         options += [{"window": w, "rate": r, "n_verify": n} for w in ("constant", "linear") for r in FEW[w] for n in (2, 4)]
         options += [{"rate": r, "n_verify": n} for r, n in ((0.06, 3), (0.06, 1), (0.04, 2), (0.04, 1), (0.02, 2), (0.02, 1), (0.01, 1))]
+        options += [{"window": "constant", "rate": w, "n_verify": n, "verification": "block"} for w, ns in BLOCKS.items() for n in ns]
     else:
         raise UserError(f"no settings to choose from for {sampler!r}; there are: ancestral, self_speculative")
     config = ConfigDict({"num_samples": 256, "batch": 128, "seed": 1, "evals": ("spelling", "entropy"), "judge": ""})

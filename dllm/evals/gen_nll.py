@@ -23,6 +23,8 @@ BATCH = 128  # sequences a pass of the judge
 def evaluate(tokens_BL: Integer[np.ndarray, "B L"], lengths_B: Integer[np.ndarray, "B"], context: Context) -> dict[str, Metric]:
     """Returns `gen_nll`: nats over characters. The judge is a loaded `gpt` run on the same symbols, at least as long as the samples."""
     judge = context.need("judge", "gen_nll")
+    if not hasattr(judge.model_module.Functions, "forward"):
+        raise UserError("the judge is no gpt run, so it has no likelihood for gen_nll to read: set `judge` to a trained gpt run")
     tokens_BL, lengths_B = np.asarray(tokens_BL, np.int32), np.asarray(lengths_B)
     if tokens_BL.shape[1] > judge.model_config.length:
         raise UserError(f"the judge reads {judge.model_config.length} characters, samples have {tokens_BL.shape[1]}: use a longer judge")

@@ -21,7 +21,7 @@ from dllm.data.corpus import encode
 from dllm.ops import passes as counting
 from dllm.ops.draws import KeyedDraws
 from dllm.ops.settings import make_settings
-from dllm.samplers.loop import compile_sampler, make_prompt, require_fit, require_prefix
+from dllm.samplers.loop import Prompt, compile_sampler, empty_prompt, make_prompt, require_fit, require_prefix
 
 OPEN = "?"  # in a prompt: this position is for the sampler to fill
 
@@ -69,14 +69,19 @@ class Generated:
 
 
 def make_task(run: Any, sampler: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> Task:
-    """Returns the task. Raises UserError on unknown names and keys, and on a sampler that the model or a setting doesn't go with."""
+    """Returns the task. Raises UserError on unknown names and keys, on a sampler that the model or a setting doesn't go with, and on values
+    that the sampler refuses: it is traced for one row, so that they show before any work."""
     module = lookup("samplers", sampler)
     left_to_right = getattr(module, "LEFT_TO_RIGHT", False)
     require_fit(module, run.model_module)
     request = to_dataclass(Request, settings, "setting")
     if not left_to_right and (request.max_new or request.stop):
         raise UserError(f"max_new and stop are for left-to-right samplers; {sampler} fills every position: drop the setting")
-    return Task(run, module, to_dataclass(module.Options, options, f"{sampler}.option"), request)
+    task = Task(run, module, to_dataclass(module.Options, options, f"{sampler}.option"), request)
+    config, draws = run.model_config, KeyedDraws(jax.random.key(0), jnp.arange(1, dtype=jnp.int32))
+    rows = _settings(request, 1, config.vocab), draws, empty_prompt(1, config.length)
+    jax.eval_shape(compile_sampler(module, run.model_module, config, task.options), run.variables, *rows)
+    return task
 
 
 def parse_prompt(text: str) -> list[int | None]:
@@ -88,19 +93,26 @@ def parse_prompt(text: str) -> list[int | None]:
     return [None if c == OPEN else int(encode(c)[0]) for c in text]
 
 
+def check_request(task: Task, num: int, batch: int, row: list[int | None]) -> Prompt:
+    """Returns the prompt `row` for one sequence. Raises UserError where it doesn't fit model or sampler, or nothing is asked for."""
+    if num < 1 or batch < 1:
+        raise UserError(f"the number of samples and the batch must be at least 1, not {num} and {batch}")
+    prompt = make_prompt([row], task.run.model_config.length)
+    if getattr(task.sampler, "LEFT_TO_RIGHT", False):
+        require_prefix(prompt)
+    return prompt
+
+
 def generate(task: Task, *, num: int, batch: int, seed: int, row: list[int | None] | None = None, mesh: Mesh | None = None) -> Generated:
     """Returns `num` samples. Sample n depends on the seed and n alone, not on the batch it is drawn in (numerics aside).
 
     `row` is a prompt for all of them: ids, None at open positions. On a mesh the rows of a batch lie over (data, fsdp), and the run's
     variables must be there. Raises UserError where the prompt doesn't fit the model or the sampler.
     """
-    if num < 1 or batch < 1:
-        raise UserError(f"the number of samples and the batch must be at least 1, not {num} and {batch}")
+    prompt = check_request(task, num, batch, row or [])
     devices = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
     batch, config = -(-min(batch, num) // devices) * devices, task.run.model_config
-    prompt = make_prompt([row or []] * batch, config.length)
-    if getattr(task.sampler, "LEFT_TO_RIGHT", False):
-        require_prefix(prompt)
+    prompt = jax.tree.map(lambda x_1L: jnp.repeat(x_1L, batch, 0), prompt)
     settings = _settings(task.request, batch, config.vocab)
     run, parts, seconds = None, [], []
     for start in range(0, num, batch):  # the last batch may reach beyond `num`; all have one shape, one program

@@ -6,7 +6,6 @@ last line, which `repair` cuts off before the next row is appended.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm.core.config import write_atomic
+from dllm.core.config import append_text, write_atomic
 from dllm.core.types import UserError
 from dllm.evals.compare import Point
 from dllm.evals.stats import Metric
@@ -44,7 +43,7 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
     path = out / "results.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]  # after the last newline: nothing, or half a line
+    lines = path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
     rows = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -65,18 +64,8 @@ def append_row(out: Path, row: dict[str, Any], arrays: dict[str, np.ndarray]) ->
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Appends the row to a JSON-lines file: one write of the whole line, on disk when this returns. Raises UserError if it can't be."""
-    line = (json.dumps(row, allow_nan=False) + "\n").encode()
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            if os.write(file, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the half line is cut off by `repair`
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError as e:
-        raise UserError(f"cannot append to {path}: {e.strerror}; make room and run the same command again") from None
+    """Appends the row to a JSON-lines file. Raises UserError if it can't be; half a line that is then there is cut off by `repair`."""
+    append_text(path, json.dumps(row, allow_nan=False))
 
 
 def metric_arrays(metrics: dict[str, Metric]) -> dict[str, np.ndarray]:
@@ -106,9 +95,10 @@ class Curve:
     points: list[Point]
 
 
-def read_curves(sweeps: list[str], x: str, y: str, knobs: list[str]) -> list[Curve]:
+def read_curves(sweeps: list[str], x: str, y: str, knobs: list[str], from_nfe: float = 0.0) -> list[Curve]:
     """Returns the curves of some sweeps, in the order of their rows. `knobs`: the settings that move along a curve.
 
+    Rows of fewer than `from_nfe` main passes are left out. Points have an entropy where their rows do.
     Raises UserError on a folder without rows, and on a metric that a row lacks (it lists those there are).
     """
     groups: dict[str, Curve] = {}
@@ -123,11 +113,12 @@ def read_curves(sweeps: list[str], x: str, y: str, knobs: list[str]) -> list[Cur
             fixed = {k: v for k, v in row["setting"].items() if k not in knobs}
             name = row_key(row | {"setting": fixed, "seed": None})
             curve = groups.setdefault(name, Curve(row["model"], row["step"], row["sampler"], fixed, "", []))
-            if row[y] is not None:
-                curve.points.append(load_point(out, row, x, y))
+            if row[y] is not None and row["nfe"] >= from_nfe:
+                entropy = load_point(out, row, x, "entropy").quality if "entropy" in row else None
+                curve.points.append(replace(load_point(out, row, x, y), entropy=entropy))
     curves = [c for c in groups.values() if c.points]
     if not curves:
-        raise UserError(f"no row of {', '.join(sweeps)} has a value of {y}")
+        raise UserError(f"no row of {', '.join(sweeps)} has a value of {y}" + f" at {from_nfe:g} passes or more" * bool(from_nfe))
     return [replace(c, label=_label(c, curves), points=sorted(c.points, key=lambda p: p.nfe_B.mean())) for c in curves]
 
 

@@ -25,7 +25,7 @@ def window_table(shape: str, length: int, rate: float) -> np.ndarray:
         tau = 2 / np.pi * np.arccos(1 - i / length)
         width = length * (1 - i / length - np.cos(np.pi / 2 * np.minimum(1, tau + rate)))
     elif shape in ("linear", "constant"):
-        if rate < 1:
+        if not rate >= 1:  # nor nan
             raise UserError(f"a {shape} window needs rate >= 1 (ranks a pass), got {rate}")
         width = rate * (i + 1) / length if shape == "linear" else np.full(length, rate)
     else:

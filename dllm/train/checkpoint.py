@@ -23,10 +23,11 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from dllm.core.config import writable_folder
 from dllm.core.paths import map_named, named_leaves
 from dllm.core.types import UserError
-from dllm.train import sharding
-from dllm.train.run import Run, check_same, part
+from dllm.train import release, sharding
+from dllm.train.run import Run, check_same, is_resolved, part
 from dllm.train.state import TrainState
 
 KEEP = 3
@@ -47,22 +48,49 @@ def complete_steps(workdir: str | Path) -> list[int]:
     return sorted(int(step.name) for step in folder.glob("*") if step.name.isdecimal() and whole(step))
 
 
-def manager(workdir: str | Path, writing: bool) -> ocp.CheckpointManager:
-    """Returns orbax's manager. With `writing`, the rubbish of killed runs is removed and incomplete steps are renamed out of the way."""
+@contextlib.contextmanager
+def manager(workdir: str | Path, writing: bool) -> Iterator[ocp.CheckpointManager]:
+    """Yields orbax's manager. With `writing`, the rubbish of killed runs is removed and incomplete steps are renamed out of the way.
+
+    Raises UserError where the checkpoints can't be written.
+    """
     folder = Path(workdir).absolute() / "checkpoints"
     if writing and jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        writable_folder(folder)
+        _tidy(folder)
         for step in folder.iterdir():
-            if ocp.utils.is_tmp_checkpoint(step):
-                shutil.rmtree(step)
-            elif step.name.isdecimal() and int(step.name) not in complete_steps(workdir):
+            if step.name.isdecimal() and int(step.name) not in complete_steps(workdir):
                 step.rename(step.with_name(f"incomplete-{step.name}"))  # else orbax would refuse to save below this step
     options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, create=writing, save_root_metadata=False)
-    return ocp.CheckpointManager(folder, options=options, item_handlers={item: make() for item, make in _HANDLERS.items()})
+    manager = ocp.CheckpointManager(folder, options=options, item_handlers={item: make() for item, make in _HANDLERS.items()})
+    # After a failure, what is still under way calls back into orbax's closed event loop, and each call would print a traceback.
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda e: None if "Event loop is closed" in str(e.exc_value) else hook(e)
+    try:
+        yield manager
+        finish(manager)
+    except BaseException:
+        with contextlib.suppress(Exception):  # one error is enough
+            manager.close()
+        if writing and jax.process_index() == 0:
+            _tidy(folder)
+        raise
+    manager.close()
+    sys.unraisablehook = hook
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what an interrupted save left."""
+    for step in folder.iterdir():
+        if ocp.utils.is_tmp_checkpoint(step):
+            shutil.rmtree(step, ignore_errors=True)
 
 
 def save(manager: ocp.CheckpointManager, step: int, state: TrainState, batches: Any, config: dict[str, Any]) -> None:
-    """Copies the state and goes on; the writing itself is done in the background, until the manager is closed or saves again."""
+    """Copies the state and goes on; the writing itself is done in the background, until the manager is closed or saves again.
+
+    Raises UserError if this step, or the one before, can't be written.
+    """
     args = ocp.args.Composite(
         params=ocp.args.StandardSave(state.params),
         ema=ocp.args.StandardSave(state.ema),
@@ -70,8 +98,16 @@ def save(manager: ocp.CheckpointManager, step: int, state: TrainState, batches: 
         data=grain.checkpoint.CheckpointSave(batches),
         config=ocp.args.JsonSave(config),
     )
-    if not manager.save(step, args=args):
+    with _writing(manager):
+        saved = manager.save(step, args=args)
+    if not saved:
         raise RuntimeError(f"orbax refused to save step {step} after steps {manager.all_steps()}")
+
+
+def finish(manager: ocp.CheckpointManager) -> None:
+    """Returns when all that was saved is on disk. Raises UserError if it can't be."""
+    with _writing(manager):
+        manager.wait_until_finished()
 
 
 def restore(manager: ocp.CheckpointManager, step: int, like: TrainState, batches: Any, run: Run) -> TrainState:
@@ -79,7 +115,7 @@ def restore(manager: ocp.CheckpointManager, step: int, like: TrainState, batches
 
     Raises UserError if the checkpoint is of another run or another model, or damaged.
     """
-    config = _restore(manager, step, config=ocp.args.JsonRestore())["config"]
+    config = _config(manager, step)
     check_same(config, run.to_dict(), manager.directory.parent)
     trees = {"params": like.params, "ema": like.ema, "train": {"step": like.step, "opt_state": like.opt_state}}
     for item, tree in trees.items():
@@ -103,8 +139,11 @@ class Loaded:
 def load_run(workdir: str | Path, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
     """Returns the model that a workdir's checkpoint holds, at `step` or the last one, over `mesh` or on the first device.
 
-    Nothing but the checkpoint is read, and it may come from any number of devices. Raises UserError if there is none, or it is damaged.
+    Nothing but the checkpoint is read, and it may come from any number of devices; a release's folder (`train.release`) does as well.
+    Raises UserError if there is none, or it is damaged.
     """
+    if release.is_release(workdir):
+        return Loaded(*release.load(workdir, step, mesh))
     steps = complete_steps(workdir)
     if not steps:
         raise UserError(f"{workdir} holds no checkpoint; pass the --workdir of a training run")
@@ -112,7 +151,7 @@ def load_run(workdir: str | Path, step: int | None = None, mesh: Mesh | None = N
         raise UserError(f"{workdir} has no checkpoint of step {step}; there are: {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
     with manager(workdir, writing=False) as reader:
-        config = _restore(reader, step, config=ocp.args.JsonRestore())["config"]
+        config = _config(reader, step)
         model = part("models", "Config", config["model"], "model")
         like = jax.eval_shape(lambda: model.module.init(model.config, jax.random.key(0))["params"])
         _check_tree(reader, step, "ema", like)
@@ -151,6 +190,15 @@ def _restore(manager: ocp.CheckpointManager, step: int, **args: Any) -> Any:
         return manager.restore(step, args=ocp.args.Composite(**args))
 
 
+def _config(manager: ocp.CheckpointManager, step: int) -> dict[str, dict[str, Any]]:
+    """Returns the config of the run that wrote the step."""
+    config = _restore(manager, step, config=ocp.args.JsonRestore())["config"]
+    with _reading(manager, step):
+        if not is_resolved(config):
+            raise ValueError("its config is not a run's")
+    return config
+
+
 def _check_tree(manager: ocp.CheckpointManager, step: int, item: str, like: Any) -> None:
     """Returns None if the stored item has the leaves of `like`: orbax itself casts another dtype silently."""
     with _reading(manager, step) as where:
@@ -164,13 +212,21 @@ def _check_tree(manager: ocp.CheckpointManager, step: int, item: str, like: Any)
 
 
 @contextlib.contextmanager
-def _reading(manager: ocp.CheckpointManager, step: int) -> Iterator[str]:
-    """Yields the checkpoint's name for messages; whatever goes wrong inside is damage (truncated files surface as many types).
+def _writing(manager: ocp.CheckpointManager) -> Iterator[None]:
+    """Turns a failed write, of this step or of the one before (that went on in the background), into a UserError."""
+    try:
+        yield
+    except Exception as e:
+        if not (isinstance(e, OSError) or "os_error_code" in str(e)):
+            raise
+        reason = e.strerror if isinstance(e, OSError) else str(e).rpartition(": ")[2].partition(" [")[0]
+        raise UserError(f"cannot write a checkpoint in {manager.directory}: {reason}; make room and run the same command again") from e
 
-    After a failure, reads still under way call back into orbax's closed event loop, and each prints a traceback: these are silenced.
-    """
-    where, hook = f"checkpoint {manager.directory}/{step}", sys.unraisablehook
-    sys.unraisablehook = lambda e: None if "Event loop is closed" in str(e.exc_value) else hook(e)
+
+@contextlib.contextmanager
+def _reading(manager: ocp.CheckpointManager, step: int) -> Iterator[str]:
+    """Yields the checkpoint's name for messages; whatever goes wrong inside is damage (truncated files surface as many types)."""
+    where = f"checkpoint {manager.directory}/{step}"
     try:
         yield where
     except (PermissionError, MemoryError) as e:
@@ -180,4 +236,3 @@ def _reading(manager: ocp.CheckpointManager, step: int) -> Iterator[str]:
             raise UserError(f"{where} doesn't fit in this device's memory; use more devices") from e
         reason = (str(e).strip() or type(e).__name__).splitlines()[0][:120]
         raise UserError(f"{where} is damaged or unreadable ({reason} ...); move that folder away to go on from the one before") from e
-    sys.unraisablehook = hook

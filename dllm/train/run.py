@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from dllm.core.config import to_dataclass
+from dllm.core.config import require, to_dataclass
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
-from dllm.data.corpus import DataConfig
+from dllm.data.corpus import ALPHABET, DataConfig
 from dllm.train.optim import OptimConfig
 from dllm.train.sharding import MeshConfig
 
@@ -28,6 +28,12 @@ class TrainConfig:
     sample_every: int
     save_every: int
     init_from: str
+
+    def __post_init__(self):
+        require(self, "train", ("steps", "batch"), "positive", lambda x: x >= 1)
+        cadences = ("log_every", "eval_every", "eval_batches", "sample_every", "save_every")
+        require(self, "train", cadences, "0 or more", lambda x: x >= 0)
+        require(self, "train", ("seed",), "0 or more, below 2**32", lambda x: 0 <= x < 2**32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +90,10 @@ def run_config(config: Mapping[str, Any]) -> Run:
         mesh=to_dataclass(MeshConfig, config["mesh"], "mesh"),
         sampler=part("samplers", "Options", config["sampler"], "sampler") if config["sampler"].get("name") else None,
     )
-    for key in ("steps", "batch"):
-        if getattr(run.train, key) < 1:
-            raise UserError(f"train.{key} is {getattr(run.train, key)}; it must be positive")
+    sizes = [key for key in ("length", "width", "heads", "mlp", "layers") if hasattr(run.model.config, key)]
+    require(run.model.config, "model", sizes, "positive", lambda x: x >= 1)
+    if run.model.config.vocab != len(ALPHABET):
+        raise UserError(f"model.vocab is {run.model.config.vocab}, and the corpora have {len(ALPHABET)} symbols; make it that many")
     if run.data.length != run.model.config.length:
         raise UserError(f"data.length is {run.data.length} and model.length {run.model.config.length}; make them equal")
     return run
@@ -94,6 +101,12 @@ def run_config(config: Mapping[str, Any]) -> Run:
 
 # What may differ when a run goes on: how often it reports and saves, what it prints, and on how many devices.
 FREE = ("train.log_every", "train.eval_every", "train.eval_batches", "train.sample_every", "train.save_every", "mesh.", "sampler.")
+
+
+def is_resolved(config: Any) -> bool:
+    """Returns whether this can be what `Run.to_dict` gives: sections, and those among them that sampling and evaluation read."""
+    sections = isinstance(config, Mapping) and all(isinstance(section, Mapping) for section in config.values())
+    return sections and {"data", "model", "objective"} <= set(config)
 
 
 def check_same(old: Mapping[str, Any], new: Mapping[str, Any], workdir: Any) -> None:

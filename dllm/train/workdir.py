@@ -11,29 +11,35 @@ from pathlib import Path
 
 from dllm.core.config import read_json, write_atomic
 from dllm.core.types import UserError
-from dllm.train.run import Run, check_same
+from dllm.train.run import Run, check_same, is_resolved
 
 
 @contextlib.contextmanager
-def locked(workdir: Path) -> Iterator[None]:
-    """Holds the workdir, making it if need be. The system drops the lock with the process, however that ends."""
+def locked(workdir: Path, doing: str = "training", flag: str = "--workdir") -> Iterator[None]:
+    """Holds the folder, making it if need be. The system drops the lock with the process, however that ends.
+
+    Raises UserError if another process holds it, or it can't be written; `doing` and `flag` are for its text.
+    """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         file = open(workdir / ".lock", "w")
     except OSError as e:
-        raise UserError(f"cannot write in --workdir={workdir}: {e.strerror}") from None
+        raise UserError(f"cannot write in {flag}={workdir}: {e.strerror}; choose another place") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"another process is training in {workdir}; wait for it, or use another --workdir") from None
+            raise UserError(f"another process is {doing} in {workdir}; wait for it, or use another {flag}") from None
         yield
 
 
 def check_run(workdir: Path, run: Run) -> None:
     """Returns None if the workdir is new or holds this very run. Raises UserError that names the key that differs."""
     if (workdir / "config.json").exists():
-        check_same(read_json(workdir / "config.json"), run.to_dict(), workdir)
+        config = read_json(workdir / "config.json")
+        if not is_resolved(config):
+            raise UserError(f"{workdir / 'config.json'} is not a run's config; remove it: the run's checkpoints hold another copy")
+        check_same(config, run.to_dict(), workdir)
 
 
 def write_run(workdir: Path, run: Run) -> None:

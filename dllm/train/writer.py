@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dllm.core.config import write_atomic
+from dllm.core.config import append_text, write_atomic
+from dllm.core.types import UserError
 
 Row = dict[str, float | int]
 
@@ -18,16 +19,18 @@ Row = dict[str, float | int]
 def rows_until(path: Path, step: int) -> list[Row]:
     """Returns the rows of metrics.jsonl up to `step`, and cuts the file there.
 
-    A run that goes on from a checkpoint writes the later rows anew; a killed one may have left half a line.
+    A run that goes on from a checkpoint writes the later rows anew; a killed one may have left half a line. Any other line
+    that is no row is a UserError.
     """
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []  # after the last newline: nothing, or half a line
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
-            break  # only the last line of a killed run
-        if row["step"] <= step:
-            rows.append(row)
+            if row["step"] <= step:
+                rows.append(row)
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"line {number} of {path} is not a row of a run: delete that line") from None
     write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
@@ -37,7 +40,7 @@ class Writer:
 
     def __init__(self, path: Path, step: int, steps: int, tokens_per_step: int, silent: bool = False, stream: io.TextIOBase = sys.stdout):
         rows = [] if silent else rows_until(path, step)
-        self.file = None if silent else path.open("a")
+        self.path = None if silent else path
         self.steps, self.tokens_per_step, self.stream = steps, tokens_per_step, stream
         self.live = stream.isatty()
         self.width = 0  # of the live line on the screen
@@ -68,23 +71,20 @@ class Writer:
 
     def row(self, row: Row) -> None:
         """Appends one line, whole, to metrics.jsonl."""
-        if self.file:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
+        if self.path:
+            append_text(self.path, json.dumps(row))
 
     def show(self, line: str, stay: bool = True) -> None:
         """Prints a line; on a terminal, one that does not stay is overwritten by the next."""
-        if self.file:
+        if self.path:
             self.stream.write(("\r" + line.ljust(self.width) if self.live else line) + ("\n" if stay else ""))
             self.stream.flush()
             self.width = 0 if stay else len(line)
 
     def close(self) -> None:
-        """Ends the live line and the file."""
+        """Ends the live line."""
         if self.width:
             self.stream.write("\n")
-        if self.file:
-            self.file.close()
 
 
 def clock(seconds: float | int) -> str:

@@ -128,7 +128,23 @@ def test_evaluate(workdir):
     assert row["draft_bpc"] > 3
     assert row["spelling"] > 0.5
     assert f"{row['draft_bpc']:.4f} ± {row['draft_bpc_stderr']:.4f}" in printed
-    assert "there are: bound, entropy, gen_nll, spelling" in program("evaluate", f"--workdir={workdir}", "--evals=nothing", code=2)
+    assert "there are: bound, entropy, gen_nll, likelihood, spelling" in program(
+        "evaluate", f"--workdir={workdir}", "--evals=nothing", code=2
+    )
+
+
+def test_evaluate_likelihood(workdir):
+    """The run names no sampler: the sampler's defaults hold, where the command line doesn't say otherwise."""
+    flags = [f"--workdir={workdir}", "--num=3", "--option.rate=0.3"]
+    printed = program("evaluate", *flags, "--option.n_verify=1", "--evals=likelihood")
+    row = json.loads((workdir / "evals.jsonl").read_text().splitlines()[-1])
+    assert row["option"] == {"window": "cosine", "rate": 0.3, "n_verify": 1, "verification": "chain"}
+    assert row["elbo_bpc"] > 3
+    assert row["passes_given_x"] == pytest.approx(row["causal_passes_given_x"], rel=1e-6)  # with one verification, one each
+    assert row["tokens_per_pass_given_x"] == pytest.approx(12 / row["passes_given_x"])
+    assert f"{row['elbo_bpc']:.4f} ± {row['elbo_bpc_stderr']:.4f}" in printed
+    assert "for the eval likelihood: add it" in program("evaluate", *flags, "--evals=bound", code=2)
+    assert "option.rate" in program("evaluate", *flags, "--option.pace=1", code=2)
 
 
 def test_rows_on_disk(tmp_path):

@@ -152,7 +152,7 @@ def test_warm_start_takes_what_fits_and_says_the_rest(saved):
 
 
 def test_warm_start_from_a_stranger_is_an_error(saved):
-    other = dict(model=dict(tiny.GPT, width=32, mlp=64, layers=3, vocab=5), objective={"name": "next_token"})
+    other = dict(model=dict(tiny.GPT, width=32, mlp=64, layers=3), objective={"name": "next_token"})
     run = tiny.run(**other, train__init_from=str(saved[0]))
     mesh = sharding.make_mesh(run.mesh)
     with pytest.raises(UserError, match="none of its parameters"):

@@ -1,0 +1,125 @@
+"""What the causal half of a hybrid knows beyond its draft, by rank and window start: where self-speculative sampling gains, and how far.
+
+Teacher-forced: held-out chunks, each in one uniform order; with the tokens of the first i ranks revealed, the draft predicts every rank
+d >= i at once, and the target predicts it given the true tokens of the ranks i..d-1 as well. At each (i, d)
+
+    gain        log2 target(x_d) - log2 draft(x_d)                 bits; its mean is the draft's cross-entropy less the target's
+    acceptance  sum_v min(draft(v), target(v)) = 1 - TV            the chance that a chain accepts a draft of rank d
+
+The averages of both over d >= i > 0 are `draft_ce - causal_ce` and `agreement` of diffusion.ssmd. A sampler's own acceptance differs in
+one thing: it reads its own tokens instead of true ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Integer, Key
+
+from dllm.core.types import UserError
+from dllm.diffusion.corruption import any_order
+from dllm.diffusion.ssmd import cross_entropy
+
+ROWS = 128  # rows of a pass, at least: chunks x starts
+
+
+@dataclass(frozen=True)
+class ByRank:
+    """Gain (bits) and acceptance of each chunk at each window start and rank; nan at the ranks before the start, which are not drafted."""
+
+    starts: tuple[int, ...]
+    gain: np.ndarray  # [chunks, starts, ranks]
+    acceptance: np.ndarray
+
+
+def default_starts(length: int) -> tuple[int, ...]:
+    """Returns 0, the powers of two, three quarters and the end: length 64 -> 0 1 2 4 8 16 32 48 63."""
+    return tuple(sorted({0, 3 * length // 4, length - 1} | {2**k for k in range(length.bit_length()) if 2**k < length}))
+
+
+def by_rank(run: Any, tokens_BL: Integer[np.ndarray, "B L"], starts: tuple[int, ...], seed: int = 0) -> ByRank:
+    """Returns gain and acceptance. `tokens_BL`: chunks as long as the model's context; a chunk's order depends on seed and number alone.
+
+    `run`: a loaded hybrid. Raises UserError on a model without causal layers, and on a start outside 0..L-1.
+    """
+    length = tokens_BL.shape[1]
+    if not getattr(run.model_config, "n_causal", 0):
+        raise UserError("the model has no causal layers, so no target to set beside its draft: give the workdir of a hybrid run")
+    if bad := [i for i in starts if not 0 <= i < length]:
+        raise UserError(f"a window can't start at rank {bad[0]}; ranks go from 0 to {length - 1}")
+    chunks = max(1, min(-(-ROWS // len(starts)), len(tokens_BL)))
+    padded_BL = np.concatenate([tokens_BL, np.zeros((-len(tokens_BL) % chunks, length), tokens_BL.dtype)]).astype(np.int32)
+    parts, key, starts_S = [], jax.random.key(seed), jnp.asarray(starts, jnp.int32)
+    for first in range(0, len(padded_BL), chunks):
+        numbers_C = jnp.arange(first, first + chunks)
+        parts.append(_score(run.model_module, run.model_config, run.variables, padded_BL[first : first + chunks], numbers_C, starts_S, key))
+    gain, acceptance = (np.concatenate(p)[: len(tokens_BL)].astype(np.float64) for p in zip(*jax.device_get(parts), strict=True))
+    return ByRank(starts, gain, acceptance)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(
+    module: ModuleType,
+    config: Any,
+    variables: Any,
+    tokens_CL: Int[Array, "C L"],
+    numbers_C: Int[Array, "C"],
+    starts_S: Int[Array, "S"],
+    key: Key[Array, ""],
+) -> tuple[Float[Array, "C S L"], Float[Array, "C S L"]]:
+    """Returns gain and acceptance of each chunk, in one pass over all chunks and starts."""
+    (C, L), S = tokens_CL.shape, len(starts_S)
+    order_CL = jax.vmap(lambda number: any_order(jax.random.fold_in(key, number), 1, L)[0][0])(numbers_C)
+    repeat = lambda x_CL: jnp.broadcast_to(x_CL[:, None], (C, S, L)).reshape(C * S, L)
+    revealed_B = jnp.broadcast_to(starts_S[None], (C, S)).reshape(C * S)
+    ranked_BL, order_BL = repeat(jnp.take_along_axis(tokens_CL, order_CL, 1)), repeat(order_CL)
+    gain_BL, acceptance_BL = compare_laws(*module.bind(config, variables).both(ranked_BL, order_BL, revealed_B), ranked_BL, revealed_B)
+    return gain_BL.reshape(C, S, L), acceptance_BL.reshape(C, S, L)
+
+
+def compare_laws(
+    draft_BLV: Float[Array, "B L V"], target_BLV: Float[Array, "B L V"], ranked_BL: Int[Array, "B L"], revealed_B: Int[Array, "B"]
+) -> tuple[Float[Array, "B L"], Float[Array, "B L"]]:
+    """Returns (gain in bits, acceptance) at each rank, nan before `revealed`; at rank 0 the target is the draft by definition: 0 and 1."""
+    rank_1L = jnp.arange(ranked_BL.shape[1])[None]
+    draft_BLV = jax.nn.log_softmax(draft_BLV)
+    target_BLV = jnp.where((rank_1L == 0)[:, :, None], draft_BLV, jax.nn.log_softmax(target_BLV))
+    gain_BL = (cross_entropy(draft_BLV, ranked_BL) - cross_entropy(target_BLV, ranked_BL)) / jnp.log(2.0)
+    acceptance_BL = jnp.exp(jnp.minimum(draft_BLV, target_BLV)).sum(-1)
+    drafted_BL = rank_1L >= revealed_B[:, None]
+    return jnp.where(drafted_BL, gain_BL, jnp.nan), jnp.where(drafted_BL, acceptance_BL, jnp.nan)
+
+
+def offset_bins(length: int) -> list[tuple[int, int]]:
+    """Returns ranges [a, b) of a rank's place in its window, d - i: 0, 1, 2-3, 4-7, ... , the last cut at `length`."""
+    edges = [0, *(2**k for k in range(length.bit_length()) if 2**k < length), length]
+    return list(itertools.pairwise(edges))
+
+
+def by_offset(values_NSL: Float[np.ndarray, "N S L"], starts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (mean, stderr) [starts, bins] of the values in each of `offset_bins`, nan where a window doesn't reach.
+
+    The chunk is the sampling unit: the stderr is over chunks' own means.
+    """
+    length = values_NSL.shape[2]
+    bins = offset_bins(length)
+    bin_NSK = np.full((len(values_NSL), len(starts), len(bins)), np.nan)
+    for s, start in enumerate(starts):
+        for k, (a, b) in enumerate(bins):
+            if start + a < length:
+                bin_NSK[:, s, k] = values_NSL[:, s, start + a : start + b].mean(axis=1)
+    return mean_and_stderr(bin_NSK)
+
+
+def mean_and_stderr(values_NX: Float[np.ndarray, "N ..."]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean over chunks, and its standard error; nan for one chunk."""
+    count = len(values_NX)
+    stderr = values_NX.std(axis=0) / np.sqrt(count - 1) if count > 1 else np.full(values_NX.shape[1:], np.nan)
+    return values_NX.mean(axis=0), stderr

@@ -38,6 +38,7 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "the grid, a file in co
 flags.DEFINE_multi_string("workdir", None, "workdir of a trained run; give it again for more", required=True)
 flags.DEFINE_string("out", None, "folder of the results", required=True)
 flags.DEFINE_integer("step", None, "checkpoint to measure; the latest by default")
+flags.DEFINE_string("data_path", None, "where the text of reference.json lies, if not where the run read it")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def make_row(g: Generated, metrics: dict[str, Metric]) -> dict[str, Any]:
 
 def write_reference(out: Path, run: Any, config: SweepConfig, context: Context) -> None:
     """Writes OUT/reference.json: every metric of real held-out chunks (ceiling) and of their shuffled characters (floor), with stderr."""
-    data = to_dataclass(DataConfig, run.config["data"], "data")
+    section = run.config["data"] | ({} if FLAGS.data_path is None else {"path": FLAGS.data_path})
+    data = to_dataclass(DataConfig, section, "data")
     chunks_BL = pipeline.chunks(lookup("data", data.name).load(data).valid, data.length)
     chunks_BL = chunks_BL[np.linspace(0, len(chunks_BL) - 1, min(len(chunks_BL), max(config.num_samples, 512))).astype(int)]
     reference: dict[str, Any] = {"data": asdict(data), "num_samples": len(chunks_BL)}

@@ -127,10 +127,13 @@ def run() -> None:
     loaded = load()
     model, length = loaded.config["model"], loaded.model_config.length
     parameters = sum(x.size for x in jax.tree.leaves(loaded.variables))
-    points = [p for p in POINTS[model["name"]] if FLAGS.sampler is None or p[0] in FLAGS.sampler]
-    if missing := set(FLAGS.sampler or ()) - {p[0] for p in points}:
-        names = dict.fromkeys(p[0] for p in POINTS[model["name"]])
-        raise UserError(f"no sampler {min(missing)} to time with the model {model['name']}; there are: {', '.join(names)}")
+    fits = lambda name: name != "self_speculative" or loaded.model_config.n_causal > 0
+    points = [point for point in POINTS[model["name"]] if fits(point[0])]
+    names = dict.fromkeys(point[0] for point in points)
+    for name in FLAGS.sampler or ():
+        if name not in names:
+            raise UserError(f"no sampler {name!r} to time with this {model['name']} model; there are: {', '.join(names)}")
+    points = [point for point in points if point[0] in (FLAGS.sampler or names)]
     print(f"{model['name']}, {parameters:,} parameters, step {loaded.step}, batch {FLAGS.batch}, {jax.devices()[0].device_kind}")
     print(HEAD)
     for name, changes, share in points:

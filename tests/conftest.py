@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import jax
+import pytest
 
 REPO = Path(__file__).parents[1]
 
@@ -17,3 +18,12 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def float64():
+    """Laws by enumeration want double precision. Their programs are tiny: compiling them is the cost."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.enable_x64(True):
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -54,7 +54,8 @@ def loss(
 
     Metrics in bits: `draft_bpc`, the bound a character (with a prefix: a character after it). `draft_ce` and `causal_ce` average over
     the same tokens with the same weights, those where the model has a target of its own: masked, and not of rank 0. `agreement` is the
-    mean of 1 - TV(draft, target) over these. Without causal layers the last two are absent.
+    mean of 1 - TV(draft, target) over these. `tv` and `elbo` (nats a masked token) are the terms of the module's head, without their
+    weights, and there only if these are not 0. Without causal layers `draft_bpc` and `draft_ce` are all.
     """
     B, L = tokens_BL.shape
     order_BL, revealed_B = any_order(key, B, L, given_B)
@@ -80,15 +81,13 @@ def loss(
     target_BLV = jax.nn.log_softmax(target_BLV)
     target_BL = jnp.where(rank_BL > 0, cross_entropy(target_BLV, ranked_BL), jax.lax.stop_gradient(draft_BL))
     total = draft + jnp.sum(weight_BL * target_BL) / B
-    overlap_BL = jnp.sum(jnp.exp(jnp.minimum(draft_BLV, target_BLV)), -1)  # 1 - TV
+    overlap_BL = jnp.sum(jnp.exp(jnp.minimum(draft_BLV, jax.lax.stop_gradient(target_BLV))), -1)  # 1 - TV
     agreement = jnp.sum(own_BL * overlap_BL) / jnp.sum(own_BL)
     metrics |= {"causal_ce": own_bits(target_BL), "agreement": agreement}
     if config.tv:
-        fixed_BLV = jax.lax.stop_gradient(target_BLV)
-        overlap_BL = jnp.where(rank_BL > 0, jnp.sum(jnp.exp(jnp.minimum(draft_BLV, fixed_BLV)), -1), 1.0)
-        passed_BL = jnp.where(weight_BL > 0, overlap_BL, 1.0)
-        survival_BL = jnp.cumprod(passed_BL, 1) / passed_BL
-        metrics["tv"] = jnp.sum(weight_BL * jax.lax.stop_gradient(survival_BL) * (1.0 - overlap_BL)) / B
+        passed_BL = jnp.where(own_BL > 0, overlap_BL, 1.0)  # at rank 0 draft and target are one
+        survival_BL = jnp.concatenate([jnp.ones((B, 1)), jnp.cumprod(jax.lax.stop_gradient(passed_BL), 1)[:, :-1]], 1)
+        metrics["tv"] = jnp.sum(weight_BL * survival_BL * (1.0 - passed_BL)) / B
         total = total + config.tv * metrics["tv"]
     if config.elbo:
         group = lambda x: x.reshape(B // config.prefixes, config.prefixes, *x.shape[1:])

@@ -22,13 +22,7 @@ from dllm.samplers.loop import empty_prompt
 from tests.samplers.tables import Functions, make_tables
 from tests.samplers.test_laws import WINDOWS, options_window
 
-
-@pytest.fixture(autouse=True)
-def double():
-    jax.config.update("jax_disable_most_optimizations", True)  # these programs are tiny: compiling them is the cost
-    with jax.enable_x64(True):
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def texts(tables):

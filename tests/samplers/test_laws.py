@@ -23,12 +23,7 @@ from tests.samplers.tables import Functions, Tables, distance, law_ancestral, la
 WINDOWS = {"1": ("constant", 1.0), "2": ("constant", 2.0), "i+1": ("linear", None), "D": ("constant", None)}
 
 
-@pytest.fixture(autouse=True)
-def double():
-    jax.config.update("jax_disable_most_optimizations", True)  # these programs are tiny: compiling them is the cost
-    with jax.enable_x64(True):
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def options_window(name, length):

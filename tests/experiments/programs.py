@@ -46,6 +46,7 @@ class Programs:
             stdout=subprocess.PIPE,
             text=True,
             cwd=REPO,
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # else Python itself writes beside a test's config file
         )
 
     def __enter__(self) -> Programs:

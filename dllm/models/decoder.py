@@ -1,7 +1,7 @@
 """The transformer block, a scanned stack of it, and the plain decoder; pure functions of (variables, arrays).
 
 Pre-norm, RMSNorm, grouped-query attention with a norm on each head's queries and keys, rotate-half rotary, SwiGLU, no biases: the
-shape of Qwen3. Masks, rotary tables and the cache are call arguments; the cache is also a result.
+shape of Qwen3; without the heads' norms that of Llama. Masks, rotary tables and the cache are call arguments; the cache is also a result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dllm.core.types import UserError
+from dllm.models import moe
 from dllm.models.attention import attention
 from dllm.models.cache import Cache
 from dllm.ops.layers import Dense, RMSNorm
@@ -29,14 +30,20 @@ RULES = (
     (r"head/kernel$", ("fsdp", None)),
     (r"(q|k|v|gate|up)/kernel$", ("fsdp", "tensor")),
     (r"(o|down)/kernel$", ("tensor", "fsdp")),
+    *moe.RULES,
     (r"scale$", ()),
 )
 
 
+DTYPES = ("float32", "bfloat16")
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """The shape of one block. `dtype` is that of the activations; parameters are float32.
+    """The shape of one block. `dtype` is that of the activations, `param_dtype` that of the parameters.
 
+    experts, experts_per_token  of a sparse MLP (models/moe.py), each of width `mlp`; 0: one dense MLP
+    norm   RMSNorm's rounding, "fused" or "eager" (ops/layers.py)
     remat  recompute a block's inside in the backward pass: a fifth of the memory. Even of time on CPU, where touching the memory of
            saved activations costs as much as the products (a step of the hybrid's `mini`: 0.95 against 1.3 core seconds).
     """
@@ -48,12 +55,21 @@ class BlockConfig:
     mlp: int
     dtype: str = "float32"
     remat: bool = False
+    qk_norm: bool = True
+    eps: float = 1e-6
+    norm: str = "fused"
+    experts: int = 0
+    experts_per_token: int = 0
+    param_dtype: str = "float32"
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise UserError(f"model has {self.heads} heads and {self.kv_heads} kv_heads; make the first a multiple of the second")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UserError(f"model.dtype is {self.dtype!r}; it can be 'float32' or 'bfloat16'")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise UserError(f"model.experts_per_token is {self.experts_per_token}; make it 1 to experts = {self.experts}")
+        for key, choices in (("dtype", DTYPES), ("param_dtype", DTYPES), ("norm", ("fused", "eager"))):
+            if getattr(self, key) not in choices:
+                raise UserError(f"model.{key} is {getattr(self, key)!r}; it can be {' or '.join(map(repr, choices))}")
 
 
 def constrain(h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
@@ -71,29 +87,41 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, carry: tuple[Float[Array, "B L D"], Cache | None], layer: Int[Array, ""], mask: Mask, query_table: Table, key_table: Table
+        self,
+        carry: tuple[Float[Array, "B L D"], Cache | None],
+        layer: Int[Array, ""],
+        mask: Mask,
+        query_table: Table,
+        key_table: Table,
+        segment_BL: Int[Array, "B L"] | None = None,
     ) -> tuple[tuple[Float[Array, "B L D"], Cache | None], None]:
         cfg, (h_BLD, cache) = self.config, carry
         B, L, D = h_BLD.shape
         quiet = (2 * self.depth) ** -0.5
+        dense = lambda name, features, gain=1.0: Dense(features, gain, cfg.param_dtype, name=name)
+        norm = lambda name: RMSNorm(cfg.eps, cfg.norm, cfg.param_dtype, name=name)
 
-        x_BLD = RMSNorm(name="attn_norm")(h_BLD)
-        q_BLHK = Dense(cfg.heads * cfg.head_width, name="q")(x_BLD).reshape(B, L, cfg.heads, cfg.head_width)
-        k_BLGK = Dense(cfg.kv_heads * cfg.head_width, name="k")(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
-        v_BLGK = Dense(cfg.kv_heads * cfg.head_width, name="v")(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
-        q_BLHK = rotate(RMSNorm(name="q_norm")(q_BLHK), query_table)
-        k_BLGK = rotate(RMSNorm(name="k_norm")(k_BLGK), key_table)
+        x_BLD = norm("attn_norm")(h_BLD)
+        q_BLHK = dense("q", cfg.heads * cfg.head_width)(x_BLD).reshape(B, L, cfg.heads, cfg.head_width)
+        k_BLGK = dense("k", cfg.kv_heads * cfg.head_width)(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
+        v_BLGK = dense("v", cfg.kv_heads * cfg.head_width)(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
+        if cfg.qk_norm:
+            q_BLHK, k_BLGK = norm("q_norm")(q_BLHK), norm("k_norm")(k_BLGK)
+        q_BLHK, k_BLGK = rotate(q_BLHK, query_table), rotate(k_BLGK, key_table)
         if cache is None:
-            mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, mask)
+            mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL=segment_BL)
         else:
             cache = cache.write(layer, k_BLGK, v_BLGK)
             k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, 0, keepdims=False) for c in (cache.k, cache.v))
             mixed_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask, cache.lengths_B)
-        h_BLD = h_BLD + Dense(D, quiet, name="o")(mixed_BLHK.reshape(B, L, -1))
+        h_BLD = h_BLD + dense("o", D, quiet)(mixed_BLHK.reshape(B, L, -1))
 
-        x_BLD = RMSNorm(name="mlp_norm")(h_BLD)
-        x_BLF = nn.silu(Dense(cfg.mlp, name="gate")(x_BLD)) * Dense(cfg.mlp, name="up")(x_BLD)
-        h_BLD = h_BLD + Dense(D, quiet, name="down")(x_BLF)
+        x_BLD = norm("mlp_norm")(h_BLD)
+        if cfg.experts:
+            h_BLD = h_BLD + moe.SparseMLP(cfg.experts, cfg.experts_per_token, cfg.mlp, quiet, cfg.param_dtype, name="moe")(x_BLD)
+        else:
+            x_BLF = nn.silu(dense("gate", cfg.mlp)(x_BLD)) * dense("up", cfg.mlp)(x_BLD)
+            h_BLD = h_BLD + dense("down", D, quiet)(x_BLF)
         return (constrain(h_BLD), cache), None
 
 
@@ -105,7 +133,13 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(
-        self, h_BLD: Float[Array, "B L D"], mask: Mask, query_table: Table, key_table: Table, cache: Cache | None = None
+        self,
+        h_BLD: Float[Array, "B L D"],
+        mask: Mask,
+        query_table: Table,
+        key_table: Table,
+        cache: Cache | None = None,
+        segment_BL: Int[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, "B L D"], Cache | None]:
         """Returns (h, cache): the last block's output, and the cache with this call's keys and values written (None without one).
 
@@ -117,36 +151,56 @@ class Stack(nn.Module):
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=self.layers,
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             check_constancy_invariants=False,  # spares one of the two traces
         )
         layer = jnp.arange(self.layers, dtype=jnp.int32)
         # nn.scan drops keyword arguments, so all are positional.
-        carry, _ = scanned(self.config, self.layers, name="layers")((constrain(h_BLD), cache), layer, mask, query_table, key_table)
+        arguments = layer, mask, query_table, key_table, segment_BL
+        carry, _ = scanned(self.config, self.layers, name="layers")((constrain(h_BLD), cache), *arguments)
         return carry
 
 
 class Decoder(nn.Module):
-    """Tokens in, logits of the same rows out, float32 or wider. Ids vocab and above may be read (masks, BOS), never written."""
+    """Tokens in, logits of the same rows out, float32 or wider. Ids vocab and above may be read (masks, BOS), never written.
+
+    tied  the head is the embedding, transposed (which then starts small, so that logits do)
+    """
 
     config: BlockConfig
     layers: int
     vocab: int
     extra: int  # ids that may be read only
     theta: float
+    tied: bool = False
 
     def setup(self):
-        unit = nn.initializers.normal(1.0)
-        self.embed = nn.Embed(self.vocab + self.extra, self.config.width, dtype=self.config.dtype, embedding_init=unit)
-        self.stack = Stack(self.config, self.layers)
-        self.norm = RMSNorm()
-        self.head = Dense(self.vocab)
+        cfg = self.config
+        start = nn.initializers.normal(cfg.width**-0.5 if self.tied else 1.0)
+        self.embed = nn.Embed(self.vocab + self.extra, cfg.width, dtype=cfg.dtype, param_dtype=cfg.param_dtype, embedding_init=start)
+        self.stack = Stack(cfg, self.layers)
+        self.norm = RMSNorm(cfg.eps, cfg.norm, cfg.param_dtype)
+        if not self.tied:
+            self.head = Dense(self.vocab, param_dtype=cfg.param_dtype)
 
     def __call__(
-        self, cache: Cache | None, tokens_BQ: Int[Array, "B Q"], positions_BQ: Int[Array, "B Q"], mask: Mask
-    ) -> tuple[Float[Array, "B Q V"], Cache | None]:
-        """Returns (logits, cache). Rotary positions are given; the mask compares sequence indices, cache length + row."""
+        self,
+        cache: Cache | None,
+        tokens_BQ: Int[Array, "B Q"],
+        positions_BQ: Int[Array, "B Q"],
+        mask: Mask,
+        at_BW: Int[Array, "B W"] | None = None,
+        segment_BQ: Int[Array, "B Q"] | None = None,
+    ) -> tuple[Float[Array, "B W V"], Cache | None]:
+        """Returns (logits, cache). Rotary positions are given; the mask compares sequence indices, cache length + row.
+
+        at       the rows whose logits are wanted; all by default. The head is most of a small model's pass
+        segment  the document that each row belongs to, where a row holds several; without a cache only
+        """
         table = rotary_table(positions_BQ[:, :, None], self.config.head_width, self.theta)
-        h_BQD, cache = self.stack(self.embed(tokens_BQ), mask, table, table, cache)
-        logits_BQV = self.head(self.norm(h_BQD))
-        return logits_BQV.astype(jnp.promote_types(logits_BQV.dtype, jnp.float32)), cache
+        h_BQD, cache = self.stack(self.embed(tokens_BQ), mask, table, table, cache, segment_BQ)
+        if at_BW is not None:
+            h_BQD = jnp.take_along_axis(h_BQD, at_BW[:, :, None], 1)
+        h_BWD = self.norm(h_BQD)
+        logits_BWV = self.embed.attend(h_BWD)[:, :, : self.vocab] if self.tied else self.head(h_BWD)
+        return logits_BWV.astype(jnp.promote_types(logits_BWV.dtype, jnp.float32)), cache

@@ -9,16 +9,22 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """What all masks share: pictures. A kind of mask adds `allowed`."""
+    """What all masks share: pictures. A kind of mask adds
+
+    allowed(query_index, key_index, start) -> bool, in the shape that the index arrays broadcast to
+
+    where `start` is the index of the forward pass's first row: what lies before it is in the cache.
+    """
 
     def dense(self, queries: int, keys: int) -> Bool[Array, "Q S"]:
         """Returns the mask of query rows 0..Q-1 over key columns 0..S-1. For tests and pictures only."""
-        allowed = self.allowed(jnp.arange(queries)[:, None], jnp.arange(keys)[None])
+        allowed = self.allowed(jnp.arange(queries)[:, None], jnp.arange(keys)[None], jnp.zeros((1, 1), jnp.int32))
         return jnp.broadcast_to(allowed, (queries, keys))
 
     def show(self, queries: int = 4, keys: int = 4) -> str:
@@ -37,8 +43,8 @@ class Full(Mask):
     x x x x
     """
 
-    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns True everywhere, in the shape the two index arrays broadcast to."""
+    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns True everywhere."""
         return jnp.ones(jnp.broadcast_shapes(query_index.shape, key_index.shape), bool)
 
 
@@ -53,9 +59,64 @@ class Causal(Mask):
     x x x x
     """
 
-    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Returns key <= query, in the shape the two index arrays broadcast to."""
+    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns key <= query."""
         return key_index <= query_index
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class BlockCausal(Mask):
+    """A query reads its own block of `block` indices and all earlier ones (SDAR; block 1 is Causal, block >= L is Full). Block 2:
+
+    x x . .
+    x x . .
+    x x x x
+    x x x x
+
+    With a cache that ends on a block's edge it is also the mask of a fused commit, [finished block ; next block's masks]: the first half
+    reads the cache and itself, the second all of that and itself.
+    """
+
+    block: int
+
+    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns block of key <= block of query; blocks are counted from index 0."""
+        return lax.div(key_index, jnp.int32(self.block)) <= lax.div(query_index, jnp.int32(self.block))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class CleanNoisy(Mask):
+    """Rows [clean ; noisy], `length` of each, the second half standing at the positions of the first. Block 1, length 2:
+
+    x . . .
+    x x . .
+    . . x .
+    x . . x
+
+    A clean row reads clean ones block-causally (with `causal`: up to itself), and what is in the cache. A noisy row reads the clean rows
+    of earlier blocks, and the noisy ones of its own (with `causal`: up to itself). So one forward gives, at every noisy row, what denoising
+    its block on a clean prefix gives (BD3-LM, arXiv 2503.09573, section 4; it writes the halves the other way round. Clean first, the
+    clean rows' keys lie where the cache wants them, and accepted drafts are kept by moving its frontier).
+    """
+
+    block: int
+    length: int
+    causal: bool = False
+
+    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns the rule above. With a cache, `start` is a multiple of `block`."""
+        noisy_query, query_at = self._place(query_index, start)
+        noisy_key, key_at = self._place(key_index, start)
+        query_block, key_block = lax.div(query_at, jnp.int32(self.block)), lax.div(key_at, jnp.int32(self.block))
+        upto = key_at <= query_at if self.causal else key_block <= query_block
+        own = noisy_key & (query_block == key_block) & upto
+        return jnp.where(noisy_query, own | (~noisy_key & (key_block < query_block)), ~noisy_key & upto)
+
+    def _place(self, index: Array, start: Array) -> tuple[Array, Array]:
+        noisy = index >= start + self.length
+        return noisy, jnp.where(noisy, index - self.length, index)
 
 
 full = Full()

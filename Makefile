@@ -27,7 +27,7 @@ endif
 	if ! .venv/bin/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; then \
 	  echo "making .venv with $$found"; "$$found" -m venv --clear .venv; fi
 	@echo "installing the requirements of setup.py into .venv (a minute or two)"
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check --no-input -e '.[test,plots]' || \
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check --no-input -e '.[test,plots,hf]' || \
 	  { echo "error: the requirements of setup.py could not be installed (above: why); set-up needs a package index once" >&2; exit 1; }
 	@echo "$(CURDIR)" > $@
 

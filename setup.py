@@ -1,4 +1,4 @@
-"""`pip install -e .[test,plots]` is what `make` runs. Every requirement is bounded on both sides: the JAX family moves fast, and apart."""
+"""`pip install -e .[test,plots,hf]` is what `make` runs. Every requirement is bounded on both sides: the JAX family moves fast."""
 
 from setuptools import find_packages, setup
 
@@ -15,6 +15,7 @@ CORE = [
 ]
 
 EXTRAS = {
+    "hf": ["gguf>=0.17,<1", "safetensors>=0.8,<1", "tokenizers>=0.22,<1"],
     "plots": ["matplotlib>=3.9,<4"],
     "test": ["beartype>=0.22,<0.24", "pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "ruff>=0.17,<0.18"],
     "cuda13": ["jax[cuda13]>=0.11.2,<0.13"],

@@ -14,6 +14,7 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ flags.DEFINE_integer("step", None, "checkpoint to load; the latest by default")
 flags.DEFINE_integer("batch", 32, "rows that are drawn together", lower_bound=1)
 flags.DEFINE_list("sampler", None, "modules of dllm/samplers, by comma; all that go with the model by default")
 flags.DEFINE_integer("repetitions", 15, "calls of each sampler that are timed", lower_bound=1)
-flags.DEFINE_integer("seed", 0, "of weights, prompts and draws")
+flags.DEFINE_integer("seed", 0, "of weights, prompts and draws", lower_bound=0, upper_bound=2**32 - 1)
 flags.DEFINE_string("out", "", "folder of bench.jsonl")
 
 # (sampler, options, share of the sequence that is given), few passes and many.
@@ -60,7 +61,7 @@ def load() -> Loaded:
         return load_run(FLAGS.workdir, FLAGS.step)
     run = run_config(config_dict(CONFIG.value))
     variables = run.model.module.init(run.model.config, jax.random.key(FLAGS.seed))
-    return Loaded(run.to_dict(), run.model.module, run.model.config, variables, 0)
+    return Loaded(run.to_dict(), run.model.module, run.model.config, variables, 0, Path())
 
 
 def host_seconds(loaded: Loaded, name: str, options: Any) -> float | None:
@@ -123,7 +124,6 @@ def line(row: dict[str, Any], changes: dict[str, Any]) -> str:
 
 def run() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
-    out = writable_folder(FLAGS.out) / "bench.jsonl" if FLAGS.out else None
     loaded = load()
     model, length = loaded.config["model"], loaded.model_config.length
     parameters = sum(x.size for x in jax.tree.leaves(loaded.variables))
@@ -134,6 +134,9 @@ def run() -> None:
         if name not in names:
             raise UserError(f"no sampler {name!r} to time with this {model['name']} model; there are: {', '.join(names)}")
     points = [point for point in points if point[0] in (FLAGS.sampler or names)]
+    out = writable_folder(FLAGS.out) / "bench.jsonl" if FLAGS.out else None
+    if out:
+        results.repair(out)
     print(f"{model['name']}, {parameters:,} parameters, step {loaded.step}, batch {FLAGS.batch}, {jax.devices()[0].device_kind}")
     print(HEAD)
     for name, changes, share in points:

@@ -14,12 +14,10 @@ from pathlib import Path
 import numpy as np
 from absl import flags
 
-from dllm.core.config import main, to_dataclass, writable_folder, write_atomic
-from dllm.core.lookup import lookup
+from dllm.core.config import main, writable_folder, write_atomic
 from dllm.core.types import UserError
-from dllm.data import pipeline
-from dllm.data.corpus import DataConfig
 from dllm.evals import ranks
+from dllm.evals.held_out import held_out
 from dllm.train.checkpoint import load_run
 
 FLAGS = flags.FLAGS
@@ -29,7 +27,7 @@ flags.DEFINE_integer("num", 256, "chunks of it, spread evenly; 0: all", lower_bo
 flags.DEFINE_list("starts", [], "window starts, in ranks; 0, powers of two, three quarters and the end by default")
 flags.DEFINE_string("data_path", None, "where the data lies, if not where the run read it")
 flags.DEFINE_integer("step", None, "checkpoint to measure; the latest by default")
-flags.DEFINE_integer("seed", 0, "of the orders")
+flags.DEFINE_integer("seed", 0, "of the orders", lower_bound=0, upper_bound=2**32 - 1)
 flags.DEFINE_string("out", "", "path of what is written, without ending")
 
 PANELS = {"gain": "gain of the target over the draft (bits)", "acceptance": "acceptance, 1 - TV(draft, target)"}
@@ -85,19 +83,16 @@ def print_table(found: ranks.ByRank) -> None:
 
 def run() -> None:
     loaded = load_run(FLAGS.workdir, FLAGS.step)
-    out = Path(FLAGS.out) if FLAGS.out else Path(FLAGS.workdir) / "ranks"
-    writable_folder(out.parent)
-    section = loaded.config["data"] | ({} if FLAGS.data_path is None else {"path": FLAGS.data_path})
-    data = to_dataclass(DataConfig, section, "data")
     try:
-        starts = tuple(sorted({int(i) for i in FLAGS.starts})) or ranks.default_starts(data.length)
+        starts = tuple(sorted({int(i) for i in FLAGS.starts})) or ranks.default_starts(loaded.model_config.length)
     except ValueError:
         raise UserError(f"--starts={','.join(FLAGS.starts)} must be whole numbers, by comma") from None
-    chunks_BL = pipeline.chunks(getattr(lookup("data", data.name).load(data), FLAGS.split), data.length)
-    count = min(FLAGS.num or len(chunks_BL), len(chunks_BL))
-    chunks_BL = chunks_BL[np.arange(count) * len(chunks_BL) // count]
+    ranks.check(loaded, starts)
+    data, chunks_BL = held_out(loaded.config, FLAGS.data_path, FLAGS.split, FLAGS.num)
+    out = Path(FLAGS.out) if FLAGS.out else Path(FLAGS.workdir) / "ranks"
+    writable_folder(out.parent)
     found = ranks.by_rank(loaded, chunks_BL, starts, FLAGS.seed)
-    print(f"{FLAGS.workdir}, step {loaded.step}: {count} chunks of {data.length} characters, {FLAGS.split} split")
+    print(f"{FLAGS.workdir}, step {loaded.step}: {len(chunks_BL)} chunks of {data.length} characters, {FLAGS.split} split")
     print_table(found)
     arrays = {"starts": np.array(starts)}
     for name in PANELS:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from absl import flags
 
-from dllm.core.config import main, writable_folder
+from dllm.core.config import main
+from dllm.data import tokenizers
 from dllm.evals.spelling import read_words
 from dllm.train import release
 from dllm.train.checkpoint import load_run
@@ -24,11 +25,14 @@ flags.DEFINE_integer("step", None, "checkpoint to release; the latest by default
 
 
 def run() -> None:
-    writable_folder(FLAGS.out)
     loaded = load_run(FLAGS.workdir, FLAGS.step)
-    read_words(FLAGS.workdir)  # for its error
-    words = (Path(FLAGS.workdir) / "words.txt.gz").read_bytes()
-    files = release.write(FLAGS.out, loaded.config, loaded.variables["params"], loaded.step, words)
+    own = Path(FLAGS.workdir) / tokenizers.FOLDER
+    if own.is_dir():
+        extra = {f"{tokenizers.FOLDER}/{name}": data for name, data in tokenizers.files(own).items()}
+    else:
+        read_words(FLAGS.workdir)  # for its error
+        extra = {"words.txt.gz": (Path(FLAGS.workdir) / "words.txt.gz").read_bytes()}
+    files = release.write(FLAGS.out, loaded.config, loaded.variables["params"], loaded.step, extra)
     for path in files:
         print(f"{path.stat().st_size / 1e6:8.3f} MB  {path}")
     print(f"{sum(path.stat().st_size for path in files) / 1e6:8.3f} MB in all, of {FLAGS.workdir} step {loaded.step}")

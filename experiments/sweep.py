@@ -22,10 +22,9 @@ from ml_collections import config_flags
 from dllm.core.config import config_dict, main, require, to_dataclass, write_atomic
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
-from dllm.data import pipeline
-from dllm.data.corpus import DataConfig
-from dllm.evals import results
-from dllm.evals.generate import Generated, Task, generate, make_task
+from dllm.evals import gen_nll, results
+from dllm.evals.generate import Generated, Task, check_request, generate, make_task
+from dllm.evals.held_out import held_out
 from dllm.evals.spelling import read_words, shuffle
 from dllm.evals.stats import Context, Metric
 from dllm.ops.passes import mean_by_kind
@@ -54,7 +53,7 @@ class SweepConfig:
     batch: int
     seed: int
     evals: tuple[str, ...]
-    judge: str  # workdir of a gpt run, for gen_nll; "": none
+    judge: str  # workdir of an autoregressive run, for gen_nll; "": none
     points: tuple[PointConfig, ...]
 
 
@@ -83,9 +82,7 @@ def make_row(g: Generated, metrics: dict[str, Metric]) -> dict[str, Any]:
 
 def write_reference(out: Path, run: Any, config: SweepConfig, context: Context) -> None:
     """Writes OUT/reference.json: every metric of real held-out chunks (ceiling) and of their shuffled characters (floor), with stderr."""
-    section = run.config["data"] | ({} if FLAGS.data_path is None else {"path": FLAGS.data_path})
-    data = to_dataclass(DataConfig, section, "data")
-    chunks_BL = pipeline.chunks(lookup("data", data.name).load(data).valid, data.length)
+    data, chunks_BL = held_out(run.config, FLAGS.data_path, "valid")
     chunks_BL = chunks_BL[np.linspace(0, len(chunks_BL) - 1, min(len(chunks_BL), max(config.num_samples, 512))).astype(int)]
     reference: dict[str, Any] = {"data": asdict(data), "num_samples": len(chunks_BL)}
     for side, tokens_BL in (("ceiling", chunks_BL), ("floor", shuffle(chunks_BL))):
@@ -115,20 +112,30 @@ def run() -> None:
     config, out = to_dataclass(SweepConfig, config_dict(CONFIG.value), "config"), Path(FLAGS.out)
     require(config, "config", ("num_samples", "batch"), "positive", lambda x: x >= 1)
     require(config, "config", ("evals", "points"), "a list of one or more", lambda x: len(x) >= 1)
-    mesh = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1))
-    spelled = any("words" in getattr(lookup("evals", name), "NEEDS", ()) for name in config.evals)
+    require(config, "config", ("seed",), "0 or more, below 2**32", lambda x: 0 <= x < 2**32)
+    needs = {name: getattr(lookup("evals", name), "NEEDS", ()) for name in config.evals}
+    for name in needs:
+        if "run" in needs[name]:
+            text = f"config.evals has {name}, which scores held-out text and not samples: drop it;"
+            raise UserError(f"{text} experiments/evaluate.py --evals={name} measures it")
+    mesh, spelled = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1)), any("words" in need for need in needs.values())
     judge = load_run(config.judge) if config.judge else None
     work: list[tuple[dict[str, Any], Task, Context]] = []  # everything is checked before anything is measured
     keys: dict[str, tuple[int, str]] = {}  # of a row, where it comes from
     for workdir in FLAGS.workdir:
         loaded = load_run(workdir, FLAGS.step, mesh)
         context = Context(words=read_words(workdir) if spelled else None, judge=judge)
-        length, vocab = loaded.model_config.length, loaded.model_config.vocab
-        score(config, context, np.full((1, length), vocab - 1), np.array([length]))  # what a metric lacks shows now
+        if judge:
+            gen_nll.require_same_symbols(judge, loaded)
+        highest, lengths = min(loaded.model_config.vocab, loaded.tokenizer.vocab) - 1, set()
         digest = hashlib.sha256(json.dumps(loaded.config, sort_keys=True).encode()).hexdigest()[:12]
         name = {"model": Path(workdir).resolve().name, "step": loaded.step, "config_hash": digest}
         for number, point in enumerate(config.points):
             task = make_task(loaded, point.sampler, point.options, point.settings)
+            length = check_request(task, config.num_samples, config.batch, []).tokens.shape[1]
+            if length not in lengths:  # what a metric lacks shows now
+                score(config, context, np.full((1, length), highest), np.array([length]))
+                lengths.add(length)
             setting = asdict(task.options) | task.request.changed()
             row, here = name | {"sampler": point.sampler, "setting": setting, "seed": config.seed}, f"points[{number}] of {workdir}"
             if (there := keys.setdefault(results.row_key(row), (len(work), here)))[0] != len(work):
@@ -155,7 +162,8 @@ def measure(config: SweepConfig, work: list[tuple[dict[str, Any], Task, Context]
         g = generate(task, num=config.num_samples, batch=config.batch, seed=config.seed, mesh=mesh)
         metrics = score(config, context, g.tokens_BL, g.lengths_B)
         row = key | make_row(g, metrics) | {"evals": list(config.evals)}
-        arrays = {"tokens": g.tokens_BL.astype(np.uint16), "lengths": g.lengths_B, "nfe": g.nfe_B, "nfe_weighted": g.nfe_weighted_B}
+        small = np.uint16 if g.tokens_BL.max(initial=0) < 2**16 else np.int32
+        arrays = {"tokens": g.tokens_BL.astype(small), "lengths": g.lengths_B, "nfe": g.nfe_B, "nfe_weighted": g.nfe_weighted_B}
         results.append_row(out, row, arrays | {"proposed": g.proposed_B, "accepted": g.accepted_B} | results.metric_arrays(metrics))
         left = (time.monotonic() - clock) / n * (len(todo) - n)
         first = next(iter(metrics))

@@ -3,7 +3,7 @@
     python experiments/train.py --config=configs/text8_ssmd.py --workdir=runs/text8 [--config.KEY=VALUE ...]
     python experiments/train.py --config=configs/text8_ssmd.py:paper --workdir=runs/paper     # another preset of the file
 
-The workdir gets config.json, words.txt.gz (the words of the training text), metrics.jsonl, samples/ and checkpoints/.
+The workdir gets config.json, words.txt.gz (the words of the training text) or tokenizer/, metrics.jsonl, samples/ and checkpoints/.
 Ctrl-C and SIGTERM save before they end it.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
@@ -25,12 +26,12 @@ from dllm.core import config
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
 from dllm.data import corpus as corpora
-from dllm.data import pipeline
+from dllm.data import pipeline, tokenizers
 from dllm.ops.draws import KeyedDraws
 from dllm.ops.settings import make_settings
 from dllm.samplers import loop
 from dllm.train import checkpoint, sharding, step, workdir
-from dllm.train.run import Run, run_config
+from dllm.train.run import Run, check_corpus, run_config
 from dllm.train.state import SAMPLE, abstract, create, stream
 from dllm.train.writer import Writer
 
@@ -55,15 +56,18 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
     """Runs the steps that are missing. Whatever the config may have wrong shows before the workdir is touched."""
     plan, length, process = run.train, run.data.length, (jax.process_index(), jax.process_count())
     first = process[0] == 0  # the process that writes what isn't a checkpoint
+    tokenizer = tokenizers.read(corpus.tokenizer) if corpus.tokenizer else tokenizers.CHARACTERS
+    check_corpus(run, corpus, tokenizer.mask)
     batches = pipeline.train_batches(corpus.train, length, plan.batch, plan.seed, *process)
-    valid = [batch["tokens"] for batch in pipeline.eval_batches(corpus.valid, length, plan.batch, plan.eval_batches, *process)]
+    valid = pipeline.eval_batches(corpus.valid, length, plan.batch, plan.eval_batches, *process)
     train_step, eval_step = step.make_train_step(run, mesh), step.make_eval_step(run, mesh)
-    samples = make_samples(run, mesh) if run.sampler else None
+    samples = make_samples(run, mesh, tokenizer) if run.sampler else None
     due = lambda now, every: every > 0 and (now % every == 0 or now == plan.steps)
 
     # State: this workdir's last checkpoint, or else another run's weights, or else fresh.
     state, origin = abstract(run, mesh), ""
-    jax.eval_shape(train_step, state, jax.ShapeDtypeStruct((plan.batch, length), jnp.int32, sharding=sharding.batch_sharding(mesh)))
+    like = lambda x_BL: jax.ShapeDtypeStruct((plan.batch, length), x_BL.dtype, sharding=sharding.batch_sharding(mesh))
+    jax.eval_shape(train_step, state, jax.tree.map(like, valid[0]))
     if not checkpoint.complete_steps(folder):
         state, origin = create(run, mesh), "from scratch"
         if plan.init_from:
@@ -76,13 +80,17 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
             state, origin = checkpoint.restore(checkpoints, start, abstract(run, mesh), batches, run), f"resumed at step {start}"
         if first:
             workdir.write_run(folder, run)
-            if not (folder / "words.txt.gz").exists():
+            if corpus.tokenizer:
+                for name, data in tokenizers.files(corpus.tokenizer).items():
+                    config.write_atomic(folder / tokenizers.FOLDER / name, data)
+            elif isinstance(corpus.train, np.ndarray) and not (folder / "words.txt.gz").exists():
                 text = "".join(word + "\n" for word in corpora.words(corpus.train))
                 config.write_atomic(folder / "words.txt.gz", gzip.compress(text.encode(), mtime=0))
         log = Writer(folder / "metrics.jsonl", start, plan.steps, plan.batch * length, silent=not first)
         size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        characters = f"{len(corpus.train):,} characters of {corpus.name}"
-        log.show(f"{run.model.name}, {size:,} parameters, {characters}, {mesh.size} device(s); {origin}")
+        text = corpus.train
+        read = f"{text.size:,} characters" if isinstance(text, np.ndarray) else f"{text.tokens.size:,} tokens"
+        log.show(f"{run.model.name}, {size:,} parameters, {read} of {corpus.name}, {mesh.size} device(s); {origin}")
 
         def settle(now: int, metrics: step.Metrics) -> None:
             """Reads a step's metrics, which waits for it; stops if they are not finite, writes them if they are due."""
@@ -100,9 +108,9 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
         try:
             before = None
             for now in range(start + 1, plan.steps + 1):
-                tokens_BL = sharding.put_batch(next(batches)["tokens"], mesh)
+                batch = step.put(next(batches), mesh)
                 with jax.transfer_guard("disallow"):
-                    state, metrics = train_step(state, tokens_BL)
+                    state, metrics = train_step(state, batch)
                 if before:
                     settle(*before)  # the device is busy with this step while the last one's metrics are read
                 before = now, metrics
@@ -117,7 +125,7 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
                         log.row({"step": now, **row})
                         log.show(f"step {now}/{plan.steps}  " + "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
                     if samples and due(now, plan.sample_every):
-                        texts = [corpora.decode(tokens_L) for tokens_L in samples(state.ema, now)]
+                        texts = [tokenizer.decode(tokens) for tokens in samples(state.ema, now)]
                         log.show("\n".join(f"  | {text}" for text in texts))
                         if first:
                             config.write_atomic(folder / "samples" / f"{now}.txt", "\n".join(texts) + "\n")
@@ -134,18 +142,20 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
             log.close()
 
 
-def make_samples(run: Run, mesh: jax.sharding.Mesh) -> Callable[..., list]:
+def make_samples(run: Run, mesh: jax.sharding.Mesh, tokenizer: tokenizers.Tokenizer) -> Callable[..., list[list[int]]]:
     """Returns (params, step) -> four sequences of ids, drawn by the run's sampler."""
-    rows = math.lcm(4, sharding.batch_rows(mesh))
-    sampler = loop.compile_sampler(run.sampler.module, run.model.module, run.model.config, run.sampler.config)
-    settings, prompt = make_settings(rows, run.model.config.vocab), loop.empty_prompt(rows, run.data.length)
+    rows, length, model = math.lcm(4, sharding.batch_rows(mesh)), run.data.length, run.model
+    sampler = loop.compile_sampler(run.sampler.module, model.module, model.config, run.sampler.config)
+    prompt = loop.make_prompt([loop.opening(model.module, model.config, tokenizer)] * rows, length)
+    settings = make_settings(rows, model.config.vocab)
 
     draws = lambda now: KeyedDraws(jax.random.fold_in(stream(run.train.seed, SAMPLE), now), jnp.arange(rows, dtype=jnp.int32))
     jax.eval_shape(sampler, {"params": abstract(run, mesh).params}, settings, draws(0), prompt)  # bad options fail now, not in an hour
 
-    def samples(params, now: int) -> list:
-        tokens_BL = sampler({"params": params}, settings, draws(now), prompt).tokens
-        return list(jax.device_get(jax.device_put(tokens_BL, sharding.replicated(mesh)))[:4])
+    def samples(params, now: int) -> list[list[int]]:
+        drawn = sampler({"params": params}, settings, draws(now), prompt)
+        tokens_BL, lengths_B = jax.device_get(jax.device_put((drawn.tokens, drawn.lengths), sharding.replicated(mesh)))
+        return [row[:length].tolist() for row, length in zip(tokens_BL[:4], lengths_B[:4])]
 
     return samples
 

@@ -56,6 +56,9 @@ def run() -> None:
     there = list(dict.fromkeys(r["sampler"] for r in rows))
     if missing := [s for s in FLAGS.samplers if s not in there]:
         raise UserError(f"no rows of the sampler {missing[0]!r}; there are: {', '.join(there)}")
+    metrics = sorted({k for r in rows for k, v in r.items() if isinstance(v, float) and not k.endswith("_stderr")})
+    if FLAGS.y not in metrics:
+        raise UserError(f"no row has a value of {FLAGS.y}; there are: {', '.join(metrics)}")
     usable = [r for r in rows if r.get(FLAGS.y) is not None and r["nfe"] >= FLAGS.from_nfe and r["sampler"] in (FLAGS.samplers or there)]
     if not usable:
         raise UserError(f"no row has a value of {FLAGS.y} at {FLAGS.from_nfe:g} passes or more: sweep other settings, or lower --from_nfe")

@@ -1,7 +1,7 @@
 """Character corpora over 27 symbols: the alphabet, its codes, and what a data module's `load` returns.
 
-A data module `dllm.data.<name>` has `load(config: DataConfig) -> Corpus`. All of them speak text8's alphabet: space is id 0, a..z are
-1..26. The mask id (27) belongs to the models and never occurs in a corpus.
+A data module `dllm.data.<name>` has `load(config: DataConfig) -> Corpus`, and VOCAB if that doesn't depend on the data. Texts speak
+text8's alphabet: space is id 0, a..z are 1..26. MASK belongs to the models (27 there) and never occurs in a corpus.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
-from jaxtyping import Array, Integer, UInt8
+from jaxtyping import Array, Integer, Shaped, UInt8
 
 from dllm.core.types import UserError
 
@@ -28,7 +29,7 @@ _DIGITS = {ord("0") + digit: f" {name} " for digit, name in enumerate(_NAMES)}
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The data section of a run: which module of dllm.data, the file or folder to read ("" = the module's own), characters a sequence.
+    """The data section of a run: which module of dllm.data, the file or folder to read ("" = the module's own), symbols a sequence.
 
     lexicon  K > 0 keeps only the K most frequent words of the training text, in all splits (`restrict`); 0 keeps the text as it is
     """
@@ -40,13 +41,33 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """A split that is made of sequences, and isn't cut into them. `dllm.data.tokens` says what the fields mean."""
+
+    tokens: Integer[np.ndarray, "n L"]
+    segment: Shaped[np.ndarray, "n L"] | None = None
+    trained: Shaped[np.ndarray, "n L"] | None = None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The fields besides `tokens`."""
+        return tuple(name for name in ("segment", "trained") if getattr(self, name) is not None)
+
+    def take(self, index: Integer[np.ndarray, "B"]) -> dict[str, np.ndarray]:
+        """Returns the fields of these rows, [B, L]: int32, and bool for `trained`."""
+        return {name: getattr(self, name)[index].astype(bool if name == "trained" else np.int32) for name in ("tokens", *self.extras)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Three disjoint stretches of text as ids 0..26. Readers make no copies of them: crops are cut as they are needed."""
+    """Three disjoint stretches of text as ids 0..26, or three sets of rows. Readers make no copies: crops are cut as they are needed."""
 
     name: str
-    train: UInt8[np.ndarray, "train"]
-    valid: UInt8[np.ndarray, "valid"]
-    test: UInt8[np.ndarray, "test"]
+    train: UInt8[np.ndarray, "train"] | Rows
+    valid: UInt8[np.ndarray, "valid"] | Rows
+    test: UInt8[np.ndarray, "test"] | Rows
+    vocab: int = len(ALPHABET)  # ids are below it
+    tokenizer: Path | None = None  # the folder of its files; None: ids are characters
 
 
 def encode(text: str | bytes, where: str = "the text") -> UInt8[np.ndarray, "n"]:

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dllm.core.types import UserError
-from dllm.data.corpus import Corpus, DataConfig, encode, make_corpus, normalize
+from dllm.data.corpus import ALPHABET, Corpus, DataConfig, encode, make_corpus, normalize
 
+VOCAB = len(ALPHABET)
 SMALLEST = 200_000  # characters: far below any whole Python's, far above what a stripped one has
 
 # Tests and demos are not documentation, site-packages is not Python's, and the codecs of encodings say one sentence a hundred times.

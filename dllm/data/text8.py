@@ -24,8 +24,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 from dllm.core.types import UserError
-from dllm.data.corpus import Corpus, DataConfig, encode, make_corpus
+from dllm.data.corpus import ALPHABET, Corpus, DataConfig, encode, make_corpus
 
+VOCAB = len(ALPHABET)
 URL = "http://mattmahoney.net/dc/text8.zip"
 SIZE = 100_000_000  # characters of the real text8
 TRIES = 3

@@ -25,6 +25,8 @@ from dllm.core.types import UserError
 from dllm.diffusion.corruption import any_order
 from dllm.diffusion.likelihood import ZERO, accept_replace
 
+MODEL = "hybrid"  # what it goes with, as samplers.loop.kind says it
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:

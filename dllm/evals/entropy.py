@@ -20,17 +20,18 @@ def evaluate(tokens_BL: Integer[np.ndarray, "B L"], lengths_B: Integer[np.ndarra
     """
     tokens_BL, lengths_B = np.asarray(tokens_BL), np.asarray(lengths_B)
     valid_BL = np.arange(tokens_BL.shape[1])[None, :] < lengths_B[:, None]
-    vocab = int(tokens_BL.max(initial=0)) + 1
-    flat_BL = tokens_BL.astype(np.int64) + vocab * np.arange(len(tokens_BL))[:, None]
-    counts_BV = np.bincount(flat_BL[valid_BL], minlength=vocab * len(tokens_BL)).reshape(len(tokens_BL), vocab).astype(np.float64)
-    own_BV = counts_BV / np.maximum(lengths_B, 1)[:, None]
-    pooled_V = counts_BV.sum(axis=0) / max(lengths_B.sum(), 1)
+    own_B = [_entropy(row[valid]) for row, valid in zip(tokens_BL, valid_BL, strict=True)]
+    _, symbol, count = np.unique(tokens_BL[valid_BL], return_inverse=True, return_counts=True)  # of the symbols that occur: any vocabulary
+    surprise_BL = np.zeros(tokens_BL.shape)
+    surprise_BL[valid_BL] = -np.log(count / max(count.sum(), 1))[symbol]
     return {
-        "entropy": mean_metric(-(own_BV * _log(own_BV)).sum(axis=1)),
-        "entropy_pooled": Metric(-counts_BV @ _log(pooled_V), lengths_B.astype(np.float64)),
+        "entropy": mean_metric(np.array(own_B, np.float64)),
+        "entropy_pooled": Metric(surprise_BL.sum(axis=1), lengths_B.astype(np.float64)),
     }
 
 
-def _log(x: np.ndarray) -> np.ndarray:
-    """Returns log x, 0 where x = 0 (there it is multiplied by 0)."""
-    return np.log(np.where(x > 0, x, 1.0))
+def _entropy(tokens: np.ndarray) -> float:
+    """Returns -sum f log f over the symbols' frequencies; 0 for no symbols."""
+    _, count = np.unique(tokens, return_counts=True)
+    share = count / max(count.sum(), 1)
+    return float(-(share * np.log(share)).sum())

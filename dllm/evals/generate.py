@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -17,18 +18,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dllm.core.config import to_dataclass
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
-from dllm.data.corpus import encode
+from dllm.data.tokenizers import CHARACTERS, Tokenizer
 from dllm.ops import passes as counting
 from dllm.ops.draws import KeyedDraws
 from dllm.ops.settings import make_settings
-from dllm.samplers.loop import Prompt, compile_sampler, empty_prompt, make_prompt, require_fit, require_prefix
+from dllm.samplers.loop import Prompt, Samples, compile_sampler, empty_prompt, make_prompt, opening, require_fit, require_prefix
 
-OPEN = "?"  # in a prompt: this position is for the sampler to fill
+OPEN = "?"  # in a prompt of a character model: this position is for the sampler to fill
 
 
 @dataclass(frozen=True)
 class Request:
-    """The settings that a command line or a sweep may ask for. `banned` and `stop` are characters; `max_new` 0 is no limit."""
+    """The settings that a command line or a sweep may ask for. `max_new` 0 is no limit but the model's context.
+
+    `banned` and `stop` are characters; of a run with a tokenizer one token's text, or ids: "151643,151645".
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -71,35 +75,64 @@ class Generated:
 def make_task(run: Any, sampler: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> Task:
     """Returns the task. Raises UserError on unknown names and keys, on a sampler that the model or a setting doesn't go with, and on values
     that the sampler refuses: it is traced for one row, so that they show before any work."""
-    module = lookup("samplers", sampler)
+    module, config = lookup("samplers", sampler), run.model_config
     left_to_right = getattr(module, "LEFT_TO_RIGHT", False)
-    require_fit(module, run.model_module)
+    require_fit(module, run.model_module, config)
     request = to_dataclass(Request, settings, "setting")
     if not left_to_right and (request.max_new or request.stop):
         raise UserError(f"max_new and stop are for left-to-right samplers; {sampler} fills every position: drop the setting")
+    mask, theirs = getattr(config, "mask_id", -1), run.tokenizer.mask
+    if mask >= 0 and theirs is not None and mask != theirs:
+        raise UserError(f"model.mask_id is {mask}, and the tokenizer's MASK is {theirs}: the run's files don't belong together")
     task = Task(run, module, to_dataclass(module.Options, options, f"{sampler}.option"), request)
-    config, draws = run.model_config, KeyedDraws(jax.random.key(0), jnp.arange(1, dtype=jnp.int32))
-    rows = _settings(request, 1, config.vocab), draws, empty_prompt(1, config.length)
+    rows = _settings(task, 1), KeyedDraws(jax.random.key(0), jnp.arange(1, dtype=jnp.int32)), empty_prompt(1, canvas(task, 1))
     jax.eval_shape(compile_sampler(module, run.model_module, config, task.options), run.variables, *rows)
     return task
 
 
-def parse_prompt(text: str) -> list[int | None]:
-    """Returns ids, None where the text has `?`. "the ????? was" gives two words and leaves five positions open.
+def parse_prompt(text: str, tokenizer: Tokenizer = CHARACTERS) -> list[int | None]:
+    """Returns the ids of a prompt, None where a character model's text has `?`. "the ????? was" gives two words and five open positions.
 
-    Raises UserError on a character outside the alphabet.
+    A BOS goes before it if the tokenizer's texts begin with one. Raises UserError on a character outside the alphabet.
     """
-    encode(text.replace(OPEN, " "), "the prompt")  # for its error, which names the place
-    return [None if c == OPEN else int(encode(c)[0]) for c in text]
+    if tokenizer != CHARACTERS:
+        return [tokenizer.bos] * tokenizer.begins + tokenizer.encode(text, "the prompt")
+    tokenizer.encode(text.replace(OPEN, " "), "the prompt")  # for its error, which names the place
+    return [None if c == OPEN else tokenizer.encode(c)[0] for c in text]
+
+
+def canvas(task: Task, given: int) -> int:
+    """Returns how many positions a sequence has room for: the model's context; from left to right, `given` and max_new if that is set,
+    in whole blocks. Raises UserError where that is more than the context."""
+    length = task.run.model_config.length
+    if not getattr(task.sampler, "LEFT_TO_RIGHT", False) or not task.request.max_new:
+        return length
+    wanted = given + task.request.max_new
+    if wanted > length:
+        text = f"a prompt of {given} and max_new of {task.request.max_new} are {wanted} tokens, and the model's context is {length}"
+        raise UserError(f"{text}: lower setting.max_new, or shorten the prompt")
+    block = getattr(task.run.model_config, "block", 1)  # a block that is cut short would be another text
+    return min(-(-wanted // block) * block, length)
 
 
 def check_request(task: Task, num: int, batch: int, row: list[int | None]) -> Prompt:
-    """Returns the prompt `row` for one sequence. Raises UserError where it doesn't fit model or sampler, or nothing is asked for."""
+    """Returns the prompt of one sequence: `row`, or the opening that the model wants where it is empty.
+
+    Raises UserError where it doesn't fit model or sampler, or nothing is asked for.
+    """
     if num < 1 or batch < 1:
         raise UserError(f"the number of samples and the batch must be at least 1, not {num} and {batch}")
-    prompt = make_prompt([row], task.run.model_config.length)
+    config = task.run.model_config
+    row = row or opening(task.run.model_module, config, task.run.tokenizer)
+    make_prompt([row], config.length)  # for its error
+    prompt = make_prompt([row], max(canvas(task, len(row)), len(row)))
     if getattr(task.sampler, "LEFT_TO_RIGHT", False):
         require_prefix(prompt)
+    for token in row:
+        if token is not None and token == getattr(config, "mask_id", -1):
+            raise UserError(f"the prompt holds the id {token}, MASK, which stands for a hidden token: take it out")
+        if token is not None and not 0 <= token < config.vocab:
+            raise UserError(f"the prompt holds the id {token}, and the model has {config.vocab}: use the run's own tokenizer")
     return prompt
 
 
@@ -110,30 +143,14 @@ def generate(task: Task, *, num: int, batch: int, seed: int, row: list[int | Non
     variables must be there. Raises UserError where the prompt doesn't fit the model or the sampler.
     """
     prompt = check_request(task, num, batch, row or [])
-    devices = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
-    batch, config = -(-min(batch, num) // devices) * devices, task.run.model_config
-    prompt = jax.tree.map(lambda x_1L: jnp.repeat(x_1L, batch, 0), prompt)
-    settings = _settings(task.request, batch, config.vocab)
-    run, parts, seconds = None, [], []
-    for start in range(0, num, batch):  # the last batch may reach beyond `num`; all have one shape, one program
-        draws = KeyedDraws(jax.random.key(seed), jnp.arange(start, start + batch, dtype=jnp.int32))
-        rows = settings, draws.request, prompt
-        if mesh:
-            rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
-        arguments = (task.run.variables, rows[0], draws.replace(request=rows[1]), rows[2])
-        if run is None:
-            with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-                run = compile_sampler(task.sampler, task.run.model_module, config, task.options).lower(*arguments).compile()
-        clock = time.perf_counter()
-        s = jax.block_until_ready(run(*arguments))
-        seconds.append(time.perf_counter() - clock)
-        parts.append(jax.device_get((s.tokens, s.lengths, s.passes, s.proposed, s.accepted)))
-    tokens, lengths, passes, proposed, accepted = jax.tree.map(lambda *x: np.concatenate(x)[:num], *parts)
+    batch = whole_batch(min(batch, num), mesh)
+    parts, seconds = zip(*draw(task, prompt, range(0, num, batch), batch=batch, seed=seed, mesh=mesh))
+    config, (tokens, lengths, passes, proposed, accepted) = task.run.model_config, jax.tree.map(lambda *x: np.concatenate(x)[:num], *parts)
     layers = getattr(config, "n_noncausal", 1), getattr(config, "n_causal", 0)  # a model without the two parts has no causal passes
     return Generated(
         tokens_BL=tokens,
         lengths_B=lengths,
-        new_B=lengths - sum(token is not None for token in row or []),
+        new_B=lengths - int(np.asarray(prompt.given).sum()),
         passes=passes,
         nfe_B=counting.nfe(passes),
         nfe_weighted_B=np.asarray(counting.nfe_weighted(passes, *layers), np.float64),
@@ -143,7 +160,59 @@ def generate(task: Task, *, num: int, batch: int, seed: int, row: list[int | Non
     )
 
 
-def _settings(request: Request, batch: int, vocab: int) -> Any:
-    numbers = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p", "min_p")}
-    ids = {k: encode(getattr(request, k), f"setting {k}").tolist() for k in ("banned", "stop")}
-    return make_settings(batch, vocab, **numbers, **ids, max_new=request.max_new or None)
+def whole_batch(batch: int, mesh: Mesh | None) -> int:
+    """Returns the batch, rounded up to a multiple of the devices that its rows lie over."""
+    devices = mesh.shape["data"] * mesh.shape["fsdp"] if mesh else 1
+    return -(-batch // devices) * devices
+
+
+def draw(
+    task: Task, prompt: Prompt, starts: Iterable[int], *, batch: int, seed: int, mesh: Mesh | None = None
+) -> Iterator[tuple[tuple[Any, ...], float]]:
+    """Yields for each of `starts` the samples start, .. start + `batch` - 1: ((tokens, lengths, passes, proposed, accepted), seconds).
+
+    The arrays are numpy's. All batches are drawn by one program; the seconds don't hold its compilation. `prompt` is one row
+    (`check_request`), `batch` a `whole_batch`.
+    """
+    settings, run = _settings(task, batch), None
+    prompt = jax.tree.map(lambda x_1L: jnp.repeat(x_1L, batch, 0), prompt)
+    for start in starts:
+        draws = KeyedDraws(jax.random.key(seed), jnp.arange(start, start + batch, dtype=jnp.int32))
+        rows = settings, draws.request, prompt
+        if mesh:
+            rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
+        arguments = (task.run.variables, rows[0], draws.replace(request=rows[1]), rows[2])
+        if run is None:
+            sampler = compile_sampler(task.sampler, task.run.model_module, task.run.model_config, task.options)
+            with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+                run = sampler.lower(*arguments).compile()
+        clock = time.perf_counter()
+        s: Samples = jax.block_until_ready(run(*arguments))
+        seconds = time.perf_counter() - clock
+        yield jax.device_get((s.tokens, s.lengths, s.passes, s.proposed, s.accepted)), seconds
+
+
+def stream(task: Task, *, seed: int, row: list[int | None] | None = None) -> Iterator[str]:
+    """Yields the text of sample 0, of those that `generate` returns, piece by piece as it becomes final; the prompt's is the first piece.
+
+    Raises UserError where the prompt doesn't fit, and for a sampler that settles its text at the end only.
+    """
+    if not hasattr(task.sampler, "compile_stream"):
+        name = task.sampler.__name__.rpartition(".")[2]
+        raise UserError(f"the text of the sampler {name} becomes final at its end; stream block_diffusion, or drop --stream")
+    prompt = check_request(task, 1, 1, row or [])
+    ids, shown = np.asarray(prompt.tokens)[np.asarray(prompt.given)].tolist(), ""
+    draws = KeyedDraws(jax.random.key(seed), jnp.arange(1, dtype=jnp.int32))
+    pieces = task.sampler.compile_stream(task.run.model_module, task.run.model_config, task.options)
+    for new in itertools.chain([[]], pieces(task.run.variables, _settings(task, 1), draws, prompt)):
+        ids += [int(i) for news in new for i in news]
+        text = task.run.tokenizer.decode(ids).rstrip("\ufffd")  # half a character waits for its other half
+        if text.startswith(shown):
+            yield text[len(shown) :]
+            shown = text
+
+
+def _settings(task: Task, batch: int) -> Any:
+    numbers = {k: getattr(task.request, k) for k in ("temperature", "top_k", "top_p", "min_p")}
+    ids = {k: task.run.tokenizer.named(getattr(task.request, k), f"setting {k}") for k in ("banned", "stop")}
+    return make_settings(batch, task.run.model_config.vocab, **numbers, **ids, max_new=task.request.max_new or None)

@@ -44,16 +44,21 @@ def default_starts(length: int) -> tuple[int, ...]:
     return tuple(sorted({0, 3 * length // 4, length - 1} | {2**k for k in range(length.bit_length()) if 2**k < length}))
 
 
+def check(run: Any, starts: tuple[int, ...]) -> None:
+    """Raises UserError on a model without causal layers, and on a start outside 0..L-1."""
+    if not getattr(run.model_config, "n_causal", 0):
+        raise UserError("the model has no causal layers, so no target to set beside its draft: give the workdir of a hybrid run")
+    if bad := [i for i in starts if not 0 <= i < run.model_config.length]:
+        raise UserError(f"a window can't start at rank {bad[0]}; ranks go from 0 to {run.model_config.length - 1}")
+
+
 def by_rank(run: Any, tokens_BL: Integer[np.ndarray, "B L"], starts: tuple[int, ...], seed: int = 0) -> ByRank:
     """Returns gain and acceptance. `tokens_BL`: chunks as long as the model's context; a chunk's order depends on seed and number alone.
 
-    `run`: a loaded hybrid. Raises UserError on a model without causal layers, and on a start outside 0..L-1.
+    `run`: a loaded hybrid. Raises UserError where `check` does.
     """
+    check(run, starts)
     length = tokens_BL.shape[1]
-    if not getattr(run.model_config, "n_causal", 0):
-        raise UserError("the model has no causal layers, so no target to set beside its draft: give the workdir of a hybrid run")
-    if bad := [i for i in starts if not 0 <= i < length]:
-        raise UserError(f"a window can't start at rank {bad[0]}; ranks go from 0 to {length - 1}")
     chunks = max(1, min(-(-ROWS // len(starts)), len(tokens_BL)))
     padded_BL = np.concatenate([tokens_BL, np.zeros((-len(tokens_BL) % chunks, length), tokens_BL.dtype)]).astype(np.int32)
     parts, key, starts_S = [], jax.random.key(seed), jnp.asarray(starts, jnp.int32)

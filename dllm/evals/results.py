@@ -6,10 +6,10 @@ last line, which `repair` cuts off before the next row is appended.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,18 @@ def row_key(row: dict[str, Any]) -> str:
 
 
 def repair(path: Path) -> None:
-    """Cuts a half-written last line off a JSON-lines file: what a killed program can leave."""
-    if path.exists():
-        text = path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.truncate(path, whole)
+    """Cuts a half-written last line off a JSON-lines file: what a killed program can leave.
+
+    Raises UserError where it can't be written: programs ask before the work, not after it.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+            text = file.read()
+            whole = text.rfind(b"\n") + 1
+            if whole < len(text):
+                file.truncate(whole)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}; move it away, or make it writable") from None
 
 
 def read_rows(out: Path) -> list[dict[str, Any]]:
@@ -43,12 +49,15 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
     path = out / "results.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
+    try:
+        lines = path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}; move it away, or make it readable") from None
     rows = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            rows[row_key(row)] = row
+            rows[row_key(row)] = row | {"setting": dict(row["setting"]), "nfe": float(row["nfe"])}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"line {number} of {path} is not a sweep row: delete that line") from None
     return list(rows.values())
@@ -107,7 +116,7 @@ def read_curves(sweeps: list[str], x: str, y: str, knobs: list[str], from_nfe: f
         if not rows:
             raise UserError(f"no results in {out}: --sweep takes the --out of experiments/sweep.py")
         for row in rows:
-            if y not in row:
+            if f"{y}_stderr" not in row:
                 there = sorted(k.removesuffix("_stderr") for k in row if k.endswith("_stderr"))
                 raise UserError(f"a row of {out} has no metric {y}; it has: {', '.join(there)}")
             fixed = {k: v for k, v in row["setting"].items() if k not in knobs}

@@ -46,7 +46,8 @@ class Program:
     arguments: tuple[Any, ...]
     batch: int
     compile_seconds: float  # trace, lower and compile
-    passes: dict[Pass, int]  # that its loop executes on these arguments
+    passes: dict[Any, int]  # that its loop executes on these arguments
+    samples: Any  # what it returns on these arguments
 
     def memory(self) -> dict[str, int]:
         """Returns bytes of arguments, outputs and temporaries, as the compiler planned them."""
@@ -63,7 +64,7 @@ class Timing:
     """
 
     sampler_2R: np.ndarray
-    passes_2R: dict[Pass, np.ndarray]  # all calls of a repetition together
+    passes_2R: dict[Any, np.ndarray]  # all calls of a repetition together
 
     def ratio(self, quantile: float = 0.5) -> tuple[float, float]:
         """Returns (wall, CPU) of the sampler's time over its floor, executed passes by kind x the time of each, over repetitions."""
@@ -86,25 +87,43 @@ def prepare(
     rows = np.random.default_rng(seed).integers(config.vocab, size=(batch, given)).tolist()
     draws = KeyedDraws(jax.random.key(seed), jnp.arange(batch, dtype=jnp.int32))
     arguments = (variables, make_settings(batch, config.vocab), draws, make_prompt(rows, config.length))
+    return compile_and_count(sampler, model, config, options, arguments)
+
+
+def _kind(name: str, *args: Any) -> Pass:
+    return Pass(name, args[1].shape[1] if name == "forward" else args[-1])
+
+
+def compile_and_count(
+    sampler: ModuleType, model: ModuleType, config: Any, options: Any, arguments: tuple[Any, ...], kind: Callable[..., Any] = _kind
+) -> Program:
+    """Returns the program of these arguments, (variables, settings, draws, prompt), compiled, and counted by `kind` (see count_passes).
+
+    Raises UserError if the sampler and the model don't fit, and in the rare case that the two programs round a draw apart.
+    """
     clock = time.perf_counter()
     run = compile_sampler(sampler, model, config, options).lower(*arguments).compile()
-    seconds = time.perf_counter() - clock
-    passes, samples = count_passes(sampler, model, config, options, arguments)
-    if not jax.tree.all(jax.tree.map(np.array_equal, samples.passes, run(*arguments).passes)):
-        raise UserError(f"the program that counts passes rounded a draw of seed {seed} to another side: choose another seed")
-    return Program(run, arguments, batch, seconds, passes)
+    took = time.perf_counter() - clock
+    passes, counted = count_passes(sampler, model, config, options, arguments, kind)
+    samples = run(*arguments)
+    if not jax.tree.all(jax.tree.map(np.array_equal, counted.passes, samples.passes)):
+        raise UserError("the program that counts passes rounded a draw to another side: choose another seed")
+    return Program(run, arguments, len(samples.lengths), took, passes, samples)
 
 
 def count_passes(
-    sampler: ModuleType, model: ModuleType, config: Any, options: Any, arguments: tuple[Any, ...]
-) -> tuple[dict[Pass, int], Any]:
-    """Returns (passes that the sampler's loop executes on these arguments, the Samples). It compiles a program for this alone."""
-    counts: Counter[Pass] = Counter()
+    sampler: ModuleType, model: ModuleType, config: Any, options: Any, arguments: tuple[Any, ...], kind: Callable[..., Any] = _kind
+) -> tuple[dict[Any, int], Any]:
+    """Returns (passes that the sampler's loop executes on these arguments, the Samples). It compiles a program for this alone.
+
+    kind(name, *arguments of the function) says which kind of pass a call is. The kinds are in order of their first call.
+    """
+    counts: Counter[Any] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            kind = Pass(name, args[1].shape[1] if name == "forward" else args[-1])
-            io_callback(lambda: counts.update([kind]), None, ordered=True)
+            this = kind(name, *args)
+            io_callback(lambda: counts.update([this]), None, ordered=True)
             return function(*args)
 
         return call
@@ -118,7 +137,7 @@ def count_passes(
     watched.bind, watched.Functions = bind, model.Functions
     samples = compile_sampler(sampler, watched, config, options)(*arguments)
     jax.effects_barrier()
-    return dict(sorted(counts.items())), samples
+    return dict(counts), samples
 
 
 def bare_passes(model: ModuleType, config: Any, variables: Any, batch: int, kinds: Iterable[Pass]) -> dict[Pass, Callable[[], Any]]:
@@ -157,15 +176,9 @@ def bare_passes(model: ModuleType, config: Any, variables: Any, batch: int, kind
     return {kind: {"draft": draft, "verify": verify, "forward": forward}[kind.name](kind.columns) for kind in kinds}
 
 
-def time_program(program: Program, bare: Mapping[Pass, Callable[[], Any]], repetitions: int) -> Timing:
+def time_program(program: Program, bare: Mapping[Any, Callable[[], Any]], repetitions: int) -> Timing:
     """Returns the timing over `repetitions`, after one that isn't counted. Sampler and floor take turns, and about as long: whatever else
     the machine does meets both. (Few calls of a short pass would mostly slip through between two interruptions.)"""
-
-    def seconds(call: Callable[[], Any], times: int) -> list[float]:
-        wall, cpu = time.perf_counter(), time.process_time()
-        for _ in range(times):
-            jax.block_until_ready(call())
-        return [time.perf_counter() - wall, time.process_time() - cpu]
 
     sampler, passes = [], {kind: [] for kind in program.passes}
     for _ in range(repetitions + 1):
@@ -173,6 +186,14 @@ def time_program(program: Program, bare: Mapping[Pass, Callable[[], Any]], repet
         for kind, executed in program.passes.items():
             passes[kind].append(seconds(bare[kind], executed))
     return Timing(np.array(sampler[1:]).T, {kind: np.array(each[1:]).T for kind, each in passes.items()})
+
+
+def seconds(call: Callable[[], Any], times: int) -> list[float]:
+    """Returns [wall, CPU] seconds of so many calls, each with the wait for its result."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        jax.block_until_ready(call())
+    return [time.perf_counter() - wall, time.process_time() - cpu]
 
 
 def host_loop(draft: Any, verify: Any, table: Int[np.ndarray, "L"], n_verify: int, batch: int, seed: int) -> Int[np.ndarray, "B L"]:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from dllm.core.types import UserError
+from dllm.data import tokenizers
 from dllm.data.corpus import decode
 from dllm.evals.stats import Context, Metric
 
@@ -42,9 +43,11 @@ def _count(pieces: list[list[str]], words: frozenset[str]) -> Metric:
 def read_words(workdir: str | Path) -> frozenset[str]:
     """Returns the training vocabulary that a training run left in its workdir. Raises UserError if it isn't there or is damaged."""
     path = Path(workdir) / "words.txt.gz"
+    if (Path(workdir) / tokenizers.FOLDER).is_dir():
+        raise UserError(f"spelling is for character models, and {workdir} has a tokenizer; drop it from the evals")
     try:
         return frozenset(gzip.decompress(path.read_bytes()).decode().split())
-    except (OSError, EOFError, zlib.error):
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError):
         raise UserError(f"cannot read {path}: it is written when a training run starts; train again in that workdir") from None
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from dllm.core.types import UserError
 
 
 @struct.dataclass
@@ -29,10 +32,13 @@ class Cache:
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
 
     def write(self, layer: Int[Array, ""], k: Float[Array, "B Q G K"], v: Float[Array, "B Q G K"]) -> Cache:
-        """Returns the cache with slots [length, length + Q) of `layer` set; what falls beyond S is dropped.
+        """Returns the cache with slots [length, length + Q) of `layer` set; what falls beyond S is dropped (see require_room).
 
         One scatter with B as a batching dimension: in place in a loop, and without collectives when B is sharded.
+        Raises UserError where Q is more than S: no row could have room.
         """
+        if k.shape[1] > self.k.shape[2]:
+            raise UserError(f"a pass over {k.shape[1]} rows doesn't fit a cache of {self.k.shape[2]} slots; make the cache longer")
         slot = self.lengths_B[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
         at = jnp.stack([jnp.broadcast_to(layer.astype(jnp.int32), slot.shape), slot], -1)  # [B Q 2]
         dims = lax.ScatterDimensionNumbers(
@@ -47,3 +53,17 @@ class Cache:
             return lax.scatter(into, at, rows, dims, mode="drop", unique_indices=True, indices_are_sorted=True)
 
         return self.replace(k=put(self.k, k), v=put(self.v, v))
+
+
+def require_room(cache: Cache, rows: int) -> None:
+    """Raises UserError unless every row of the batch has slots for a pass over `rows` rows. For the host: it reads `lengths_B`.
+
+    (A program can't raise: a write beyond the end is dropped, and what attends to it reads other keys. A loop that runs on the device
+    makes a cache with room for its last pass; one that is driven from outside asks here before each pass.)
+    """
+    lengths, slots = np.asarray(cache.lengths_B), cache.k.shape[2]
+    if (lengths + rows > slots).any():
+        b = int(lengths.argmax())
+        raise UserError(
+            f"row {b} of the cache is filled to {lengths[b]} of {slots} slots; there is no room for {rows} more: make it longer"
+        )

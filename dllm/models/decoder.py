@@ -35,7 +35,7 @@ RULES = (
 )
 
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,8 @@ class BlockConfig:
         for key, choices in (("dtype", DTYPES), ("param_dtype", DTYPES), ("norm", ("fused", "eager"))):
             if getattr(self, key) not in choices:
                 raise UserError(f"model.{key} is {getattr(self, key)!r}; it can be {' or '.join(map(repr, choices))}")
+        if "float64" in (self.dtype, self.param_dtype) and not jax.config.jax_enable_x64:
+            raise UserError("a model in float64 wants JAX_ENABLE_X64=1 in the environment")
 
 
 def constrain(h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:

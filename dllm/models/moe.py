@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 # Experts lie over `tensor`; their two inner axes as the dense MLP's.
 RULES = ((r"moe/router$", ("fsdp", None)), (r"moe/(gate|up)$", ("tensor", "fsdp", None)), (r"moe/down$", ("tensor", None, "fsdp")))
@@ -15,8 +15,9 @@ RULES = ((r"moe/router$", ("fsdp", None)), (r"moe/(gate|up)$", ("tensor", "fsdp"
 class SparseMLP(nn.Module):
     """Returns the weighted sum, for each token, of its `active` likeliest experts, the weights being the router's, normalised to 1.
 
-    router probabilities = softmax(x W) in float32, the largest `active` of them renormalised, cast to x's type. Tokens are sorted by
-    expert, so that each expert's product is one group of a ragged product and no expert computes a token that isn't its own.
+    router probabilities = softmax(x W) in float32, the largest `active` of them renormalised, cast to x's type. The pairs (token, expert)
+    are sorted by expert, so that no expert computes more than its own. On TPU each expert is a group of a ragged product; elsewhere XLA
+    would make that a dense product with all experts (jax 0.12, CPU and H200: `experts` times the work), hence tiles.
     """
 
     experts: int
@@ -37,10 +38,74 @@ class SparseMLP(nn.Module):
         share_TA, expert_TA = lax.top_k(jax.nn.softmax(logits_TE), self.active)
         share_TA = (share_TA / share_TA.sum(-1, keepdims=True)).astype(x_TD.dtype)
 
-        order = jnp.argsort(expert_TA.reshape(-1), stable=True)  # pair p is token p // active
+        order_P = jnp.argsort(expert_TA.reshape(-1), stable=True)  # pair p is token p // active
         sizes_E = jnp.bincount(expert_TA.reshape(-1), length=E).astype(jnp.int32)
-        x_PD = x_TD[order // self.active]
-        product = lambda x, w: lax.ragged_dot(x, w.astype(x.dtype), sizes_E)
-        y_PD = product(nn.silu(product(x_PD, gate_EDF)) * product(x_PD, up_EDF), down_EFD)
-        y_PD = y_PD * share_TA.reshape(-1)[order][:, None]
-        return jnp.zeros_like(x_TD).at[order // self.active].add(y_PD).reshape(B, L, D)
+        x_PD = x_TD[order_P // self.active]
+        y_PD = lax.platform_dependent(x_PD, sizes_E, gate_EDF, up_EDF, down_EFD, tpu=ragged, default=tiled)
+        y_PD = y_PD * share_TA.reshape(-1)[order_P][:, None]
+        return jnp.zeros_like(x_TD).at[order_P // self.active].add(y_PD).reshape(B, L, D)
+
+
+def ragged(
+    x_PD: Float[Array, "P D"],
+    sizes_E: Int[Array, "E"],
+    gate_EDF: Float[Array, "E D F"],
+    up_EDF: Float[Array, "E D F"],
+    down_EFD: Float[Array, "E F D"],
+) -> Float[Array, "P D"]:
+    """Returns the SwiGLU of each row under its expert's weights; the first sizes[0] rows are those of expert 0, and so on."""
+    product = lambda x, w: lax.ragged_dot(x, w.astype(x.dtype), sizes_E)
+    return product(nn.silu(product(x_PD, gate_EDF)) * product(x_PD, up_EDF), down_EFD)
+
+
+def tiled(
+    x_PD: Float[Array, "P D"],
+    sizes_E: Int[Array, "E"],
+    gate_EDF: Float[Array, "E D F"],
+    up_EDF: Float[Array, "E D F"],
+    down_EFD: Float[Array, "E F D"],
+) -> Float[Array, "P D"]:
+    """Returns the same as `ragged`. Each group is padded to whole tiles of a quarter of its mean size, and the tiles are gone through.
+
+    So the work is at most 5/4 of the rows' own, however they are spread.
+    """
+    (P, D), E = x_PD.shape, len(sizes_E)
+    tile = max(1, P // (4 * E))
+    tiles = (P + E * (tile - 1)) // tile  # as many as any spread can need
+    tiles_E = -(-sizes_E // tile)
+    last_E = jnp.cumsum(tiles_E)
+    expert_N = jnp.minimum(jnp.searchsorted(last_E, jnp.arange(tiles), side="right"), E - 1)
+    shift_E = (last_E - tiles_E) * tile - (jnp.cumsum(sizes_E) - sizes_E)  # from a group's first row to its first tile's
+    slot_P = jnp.arange(P) + jnp.repeat(shift_E, sizes_E, total_repeat_length=P)
+    x_NTD = jnp.zeros((tiles * tile, D), x_PD.dtype).at[slot_P].set(x_PD, unique_indices=True).reshape(tiles, tile, D)
+    return _through_tiles(x_NTD, expert_N, (gate_EDF, up_EDF, down_EFD)).reshape(-1, D)[slot_P]
+
+
+def _swiglu(x: Array, gate: Array, up: Array, down: Array) -> Array:
+    product = lambda x, w: x @ w.astype(x.dtype)
+    return product(nn.silu(product(x, gate)) * product(x, up), down)
+
+
+@jax.custom_vjp
+def _through_tiles(x_NTD: Array, expert_N: Array, weights: tuple[Array, ...]) -> Array:
+    return lax.map(lambda tile: _swiglu(tile[0], *(w[tile[1]] for w in weights)), (x_NTD, expert_N))
+
+
+def _forward(*arguments):
+    return _through_tiles(*arguments), arguments
+
+
+def _backward(arguments, dy_NTD):
+    """By hand, since scan's own would add a gradient of all experts at every tile; this adds each tile's in place, and recomputes it."""
+    x_NTD, expert_N, weights = arguments
+
+    def step(grads, tile):
+        x, expert, dy = tile
+        dx, *dw = jax.vjp(_swiglu, x, *(w[expert] for w in weights))[1](dy)
+        return tuple(g.at[expert].add(d) for g, d in zip(grads, dw)), dx
+
+    grads, dx_NTD = lax.scan(step, tuple(map(jnp.zeros_like, weights)), (x_NTD, expert_N, dy_NTD))
+    return dx_NTD, None, grads
+
+
+_through_tiles.defvjp(_forward, _backward)

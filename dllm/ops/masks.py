@@ -82,7 +82,7 @@ class BlockCausal(Mask):
 
     def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns block of key <= block of query; blocks are counted from index 0."""
-        return lax.div(key_index, jnp.int32(self.block)) <= lax.div(query_index, jnp.int32(self.block))
+        return _blocks(key_index, self.block) <= _blocks(query_index, self.block)
 
 
 @jax.tree_util.register_static
@@ -109,7 +109,7 @@ class CleanNoisy(Mask):
         """Returns the rule above. With a cache, `start` is a multiple of `block`."""
         noisy_query, query_at = self._place(query_index, start)
         noisy_key, key_at = self._place(key_index, start)
-        query_block, key_block = lax.div(query_at, jnp.int32(self.block)), lax.div(key_at, jnp.int32(self.block))
+        query_block, key_block = _blocks(query_at, self.block), _blocks(key_at, self.block)
         upto = key_at <= query_at if self.causal else key_block <= query_block
         own = noisy_key & (query_block == key_block) & upto
         return jnp.where(noisy_query, own | (~noisy_key & (key_block < query_block)), ~noisy_key & upto)
@@ -119,5 +119,26 @@ class CleanNoisy(Mask):
         return noisy, jnp.where(noisy, index - self.length, index)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Tail(Mask):
+    """The first row reads what lies before it and itself, the rows behind it read everything: a settled token, and a draft behind it.
+
+    x . . .
+    x x x x
+    x x x x
+    x x x x
+    """
+
+    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns key <= query, or any key where the query is behind the first row."""
+        return (key_index <= query_index) | (query_index > start)
+
+
+def _blocks(index: Array, block: int) -> Array:
+    return lax.div(index, jnp.asarray(block, index.dtype))  # `//` rounds towards minus infinity, which takes more instructions
+
+
 full = Full()
 causal = Causal()
+tail = Tail()

@@ -19,7 +19,7 @@ class Passes:
     prefill: Any  # [B] reading a prompt
     denoise: Any  # [B] denoising a block; a fused commit is one of these
     commit: Any  # [B] writing a finished block into the cache
-    draft: Any  # [B] drafting with the adapter
+    draft: Any  # [B] drafting by the model that verifies
     verify: Any  # [B] verifying; a single-pass cycle is one of these
     ar: Any  # [B] one token of plain autoregression
     query_tokens: Any  # [B] query rows over all passes

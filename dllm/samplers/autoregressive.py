@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from dllm.core.types import UserError
 from dllm.ops import masks
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
 from dllm.ops.passes import count, no_passes
@@ -16,11 +18,16 @@ from dllm.ops.settings import Settings, shape_logits
 from dllm.samplers.loop import Prompt, Samples, chosen, pick, put
 
 LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
+MODEL = "autoregressive"  # what it goes with, as samplers.loop.kind says it
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    pass
+    """grow  slots of the cache that a pass reads at first, and how many more when the text has filled these: a loop of its own each time,
+    to be compiled. 0: all slots from the start. The text is the same; of a small model on CPU the slots are most of a pass
+    """
+
+    grow: int = 0
 
 
 def sample(
@@ -28,27 +35,36 @@ def sample(
 ) -> Samples:
     """Returns one sequence a row, with the model's own law under the settings. Given tokens are a prefix of each row.
 
-    `functions` has forward(cache, tokens_BQ, positions_BQ, mask) -> (logits_BQV, cache), empty_cache(batch, slots) and vocab, the id
-    that begins a sequence: input t is the token before position t. There is no order to hand in.
+    `functions` has forward(cache, tokens_BQ, positions_BQ, mask) -> (logits_BQV, cache), empty_cache(batch, slots) and vocab. Of a gpt
+    that is the id that begins a sequence: row t reads the token before position t. A qwen3 has no such id: its row t reads token t, and
+    every prompt has a token at least. There is no order to hand in.
     """
+    if options.grow < 0:
+        raise UserError(f"grow must be 1 or more, or 0 for all slots, got {options.grow}")
     batch, length = prompt.tokens.shape
+    lead = 0 if hasattr(functions, "mask_id") else 1  # rows before that of the first token
     filled_B = prompt.given.sum(1, dtype=jnp.int32)
     end_B = jnp.minimum(length, jnp.where(settings.max_new < length, filled_B + settings.max_new, length))
     begin_B1 = jnp.full((batch, 1), functions.vocab, jnp.int32)
     position_BL = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
 
     def prefill(cache):
-        inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1)
+        inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if lead else prompt.tokens
         return functions.forward(cache, inputs_BL, position_BL, masks.causal)[1]
 
-    cache = lax.cond(prompt.given.any(), prefill, lambda cache: cache, functions.empty_cache(batch, length))
+    # The last given token is read by the first step.
+    cache = lax.cond((filled_B > 1 - lead).any(), prefill, lambda cache: cache, functions.empty_cache(batch, length))
 
-    def step(state):
+    def live(state, stop):
+        return state[2] < jnp.minimum(state[3], stop)
+
+    def step(state, stop):
         tokens_BL, logprobs_BL, filled_B, end_B, passes, cache, draws = state
-        live_B1 = (filled_B < end_B)[:, None]
+        live_B1 = live(state, stop)[:, None]
         at_B1 = filled_B[:, None]
+        row_B1 = jnp.maximum(at_B1 - 1 + lead, 0)
         inputs_B1 = jnp.where(at_B1 == 0, begin_B1, pick(tokens_BL, jnp.maximum(at_B1 - 1, 0)))
-        logits_B1V, cache = functions.forward(cache.replace(lengths_B=filled_B), inputs_B1, at_B1, masks.causal)
+        logits_B1V, cache = functions.forward(cache.replace(lengths_B=row_B1[:, 0]), inputs_B1, row_B1, masks.causal)
         law_B1V = shape_logits(logits_B1V, settings)
         drawn_B1, draws = categorical(draws, Slot(Purpose.TOKEN, at_B1, jnp.full((batch,), 0), live_B1), law_B1V)
         tokens_BL = put(tokens_BL, at_B1, drawn_B1, live_B1)
@@ -58,8 +74,17 @@ def sample(
         end_B = jnp.where((live_B1 & stopped_B1)[:, 0], filled_B, end_B)
         return tokens_BL, logprobs_BL, filled_B, end_B, count(passes, "ar", live_B1[:, 0], 1), cache, draws
 
-    passes = count(no_passes(batch), "prefill", filled_B > 0, length)
+    passes = count(no_passes(batch), "prefill", filled_B > 1 - lead, length)
     state = (prompt.tokens * prompt.given, jnp.zeros((batch, length), jnp.float32), filled_B, end_B, passes, cache, draws)
-    tokens_BL, logprobs_BL, filled_B, _, passes, _, draws = lax.while_loop(lambda s: (s[2] < s[3]).any(), step, state)
+    stops = [*range(options.grow, length, options.grow)] if options.grow else []
+    for stop in [*stops, length]:  # a row that is longer already waits: what it would write falls behind the slots
+        *rest, whole, draws = state
+        near = whole.replace(k=whole.k[:, :, :stop], v=whole.v[:, :, :stop])
+        run = functools.partial(lax.while_loop, lambda s, stop=stop: live(s, stop).any(), lambda s, stop=stop: step(s, stop))
+        *rest, near, draws = run((*rest, near, draws))
+        if stop < length:
+            whole = whole.replace(k=whole.k.at[:, :, :stop].set(near.k), v=whole.v.at[:, :, :stop].set(near.v))
+        state = (*rest, whole, draws)
+    tokens_BL, logprobs_BL, filled_B, _, passes, _, draws = state
     none = jnp.zeros((batch,), jnp.int32)
     return Samples(tokens_BL, filled_B, logprobs_BL, passes, none, none, draws)

@@ -65,13 +65,40 @@ def require_prefix(prompt: Prompt) -> None:
         raise UserError("a left-to-right sampler takes a prefix as prompt; this one gives tokens behind open positions")
 
 
-def require_fit(sampler: ModuleType, model: ModuleType) -> None:
-    """Raises UserError unless the model offers the functions that the sampler is built from."""
-    if not hasattr(model.Functions, "forward" if getattr(sampler, "LEFT_TO_RIGHT", False) else "draft"):
+def kind(model: ModuleType, config: Any) -> str:
+    """Returns what a model is to samplers and objectives: "hybrid", "block" (block diffusion: it has a MASK id) or "autoregressive"."""
+    if not hasattr(model.Functions, "forward"):
+        return "hybrid"
+    return "block" if getattr(config, "mask_id", -1) >= 0 else "autoregressive"
+
+
+def require_fit(sampler: ModuleType, model: ModuleType, config: Any = None) -> None:
+    """Raises UserError unless the sampler goes with the model: with what it says in MODEL, else with block diffusion if it is
+    LEFT_TO_RIGHT, and with hybrids if not.
+
+    Without the model's config nothing is known of its MASK: then a model that may have one goes with either.
+    """
+    wanted, have = getattr(sampler, "MODEL", "block" if getattr(sampler, "LEFT_TO_RIGHT", False) else "hybrid"), kind(model, config)
+    unknown = config is None and hasattr(model.Functions, "mask_id") and wanted != "hybrid"
+    if wanted != have and not unknown:
         names = [module.__name__.rpartition(".")[2] for module in (sampler, model)]
+        mask = f" of mask_id={config.mask_id}" if hasattr(config, "mask_id") else ""
         raise UserError(
-            f"the sampler {names[0]} doesn't go with the model {names[1]}: autoregressive is for gpt, all others are for hybrid"
+            f"the sampler {names[0]} doesn't go with the model {names[1]}{mask}: autoregressive is for gpt, and for qwen3 with "
+            "mask_id=-1, block_diffusion and self_verified are for qwen3 with a mask_id, all others are for hybrid"
         )
+
+
+def opening(model: ModuleType, config: Any, tokenizer: Any) -> list[int]:
+    """Returns the ids that a prompt without text holds: the tokenizer's BOS where its texts begin with that, or where the model reads
+    a token before it writes one (autoregressive, and no BOS of its own as a gpt has).
+
+    Raises UserError where such a model's tokenizer has none.
+    """
+    reads = kind(model, config) == "autoregressive" and hasattr(config, "mask_id")
+    if reads and tokenizer.bos is None:
+        raise UserError("the model predicts what follows a token, and its tokenizer has none that begins a text: give a prompt")
+    return [tokenizer.bos] if reads or tokenizer.begins else []
 
 
 def compile_sampler(sampler: ModuleType, model: ModuleType, config: Any, options: Any) -> Callable[..., Samples]:
@@ -79,7 +106,7 @@ def compile_sampler(sampler: ModuleType, model: ModuleType, config: Any, options
 
     Raises UserError if the sampler doesn't go with the model.
     """
-    require_fit(sampler, model)
+    require_fit(sampler, model, config)
 
     def run(variables: Any, settings: Settings, draws: Draws, prompt: Prompt) -> Samples:
         return sampler.sample(model.bind(config, variables), options, settings, draws, prompt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import shutil
 import sys
@@ -26,11 +27,13 @@ from jax.sharding import Mesh
 from dllm.core.config import writable_folder
 from dllm.core.paths import map_named, named_leaves
 from dllm.core.types import UserError
-from dllm.train import release, sharding
+from dllm.data import tokenizers
+from dllm.train import converted, release, sharding
 from dllm.train.run import Run, check_same, is_resolved, part
 from dllm.train.state import TrainState
 
 KEEP = 3
+PADDED = 128  # ids of a character model at most, should its vocabulary be padded
 ITEMS = ("params", "ema", "train", "data", "config")
 _HANDLERS = {
     "params": ocp.StandardCheckpointHandler,
@@ -134,16 +137,33 @@ class Loaded:
     model_config: Any
     variables: dict[str, Any]  # {"params": the EMA weights}
     step: int
+    workdir: Path
+
+    @functools.cached_property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """What its ids are of: the tokenizer in the workdir, or the characters. Raises UserError if that can't be the model's."""
+        tokenizer, vocab = tokenizers.beside(self.workdir), self.model_config.vocab
+        if tokenizer == tokenizers.CHARACTERS and vocab > PADDED:
+            raise UserError(
+                f"the model has {vocab} ids, and {self.workdir / tokenizers.FOLDER} isn't there: put its tokenizer's files there"
+            )
+        if tokenizer != tokenizers.CHARACTERS and vocab < tokenizer.vocab - (tokenizer.mask is not None):
+            text = f"the model has {vocab} ids, and the tokenizer in {self.workdir / tokenizers.FOLDER} {tokenizer.vocab}"
+            raise UserError(f"{text}: they don't belong together")
+        return tokenizer
 
 
 def load_run(workdir: str | Path, step: int | None = None, mesh: Mesh | None = None) -> Loaded:
     """Returns the model that a workdir's checkpoint holds, at `step` or the last one, over `mesh` or on the first device.
 
-    Nothing but the checkpoint is read, and it may come from any number of devices; a release's folder (`train.release`) does as well.
+    Nothing but the checkpoint is read (and the tokenizer, when it is asked for), and it may come from any number of devices; a release's
+    folder (`train.release`) does as well.
     Raises UserError if there is none, or it is damaged.
     """
+    if converted.is_converted(workdir):
+        return Loaded(*converted.load(workdir, step, mesh), Path(workdir))
     if release.is_release(workdir):
-        return Loaded(*release.load(workdir, step, mesh))
+        return Loaded(*release.load(workdir, step, mesh), Path(workdir))
     steps = complete_steps(workdir)
     if not steps:
         raise UserError(f"{workdir} holds no checkpoint; pass the --workdir of a training run")
@@ -159,21 +179,24 @@ def load_run(workdir: str | Path, step: int | None = None, mesh: Mesh | None = N
         layout = sharding.shardings(like, model.module.RULES, mesh) if mesh else jax.tree.map(lambda _: one, like)
         like = jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), like, layout)
         params = _restore(reader, step, ema=ocp.args.StandardRestore(like))["ema"]
-    return Loaded(config, model.module, model.config, {"params": params}, step)
+    return Loaded(config, model.module, model.config, {"params": params}, step, Path(workdir))
 
 
 def warm_start(state: TrainState, run: Run, mesh: Mesh) -> tuple[TrainState, str]:
-    """Returns (the state with the EMA weights of train.init_from where path, shape and dtype agree, a line that says which do).
+    """Returns (the state with the EMA weights of train.init_from where path and shape agree, a line that says which do).
+
+    A weight of a narrower type, bfloat16 for float32, is widened.
 
     Raises UserError if none does, or if one that doesn't is not trained either.
     """
     workdir = run.train.init_from
     loaded = load_run(workdir, mesh=mesh)
     theirs, ours = named_leaves(loaded.variables["params"]), named_leaves(state.params)
-    same = [n for n in ours if n in theirs and (theirs[n].shape, theirs[n].dtype) == (ours[n].shape, ours[n].dtype)]
+    fits = lambda a, b: a.shape == b.shape and jnp.promote_types(a.dtype, b.dtype) == b.dtype
+    same = [n for n in ours if n in theirs and fits(theirs[n], ours[n])]
     if not same:
         raise UserError(f"train.init_from={workdir}: none of its parameters has the path and shape of one of this model's")
-    take = lambda name, leaf: jax.device_put(theirs[name], leaf.sharding) if name in same else leaf
+    take = lambda name, leaf: jax.device_put(theirs[name].astype(leaf.dtype), leaf.sharding) if name in same else leaf
     params, ema = map_named(take, state.params), map_named(lambda name, leaf: jnp.copy(take(name, leaf)), state.params)
     new, unused = [n for n in ours if n not in same], [n for n in theirs if n not in same]
     frozen = [name for name in new if not re.search(run.optim.train_only, name)]

@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, clipping by the global norm, a regular expression that chooses what is trained, and the EMA."""
+"""AdamW with warm-up, cosine decay or none, clipping by the global norm, a regular expression for what is trained, and the EMA."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class OptimConfig:
     """lr: the peak. warmup: steps. clip: of the global gradient norm, 0 = none. ema: the decay's limit, 0 = none.
 
     train_only: parameters in whose path this regular expression occurs are trained, the others are constants. "" trains all.
+    decay: of the rate after the warm-up: "cosine" to 0, or "constant", none.
     lr_factor: what the rate is multiplied by for parameters in whose path the regular expression lr_factor_on occurs.
     """
 
@@ -35,6 +36,7 @@ class OptimConfig:
     clip: float
     ema: float
     train_only: str
+    decay: str = "cosine"
     lr_factor: float = 1.0
     lr_factor_on: str = "^(join|causal|gain)"
 
@@ -43,6 +45,8 @@ class OptimConfig:
         require(self, "optim", numbers, "0 or more", lambda x: x >= 0 and math.isfinite(x))
         require(self, "optim", ("b1", "b2"), "0 or more, below 1", lambda x: 0 <= x < 1)
         require(self, "optim", ("ema",), "between 0 and 1", lambda x: 0 <= x <= 1)
+        if self.decay not in ("cosine", "constant"):
+            raise UserError(f"optim.decay is {self.decay!r}; it can be 'cosine' or 'constant'")
         for key in ("train_only", "lr_factor_on"):
             try:
                 re.compile(getattr(self, key))
@@ -51,8 +55,11 @@ class OptimConfig:
 
 
 def learning_rate(config: OptimConfig, steps: int, step: jax.Array | int) -> jax.Array:
-    """Returns the rate of update `step` (from 0): (step + 1) / warmup of the peak, then half a cosine that reaches 0 after `steps`."""
+    """Returns the rate of update `step` (from 0): (step + 1) / warmup of the peak, then half a cosine that reaches 0 after `steps`, or
+    the peak to the end."""
     rise = jnp.minimum((step + 1) / max(config.warmup, 1), 1.0)
+    if config.decay == "constant":
+        return config.lr * rise
     fall = jnp.clip((step - config.warmup) / max(steps - config.warmup, 1), 0.0, 1.0)
     return config.lr * rise * 0.5 * (1 + jnp.cos(jnp.pi * fall))
 

@@ -1,7 +1,8 @@
 """A released model: a folder that serves as a workdir wherever a trained model is read, small enough to be committed.
 
     config.json    the run's config, without the places on the machine it was trained on
-    words.txt.gz   the training vocabulary, for the metric spelling
+    words.txt.gz   the training vocabulary, for the metric spelling; of a character model only
+    tokenizer/     the run's tokenizer, if it has one
     weights.npz    the EMA weights in float16, under their paths in the model, "params/head/kernel", and the `step` they are of
 
 float16 rounds a weight to 11 bits, bfloat16 to 8, and both halve the file. Measured on 128 held-out chunks with the model `mini`: the
@@ -39,8 +40,8 @@ def is_release(workdir: str | Path) -> bool:
     return (Path(workdir) / WEIGHTS).is_file() and not (Path(workdir) / "checkpoints").exists()
 
 
-def write(folder: str | Path, config: Mapping[str, Any], params: Any, step: int, words: bytes) -> list[Path]:
-    """Writes the release and returns its files, the weights last. `words`: the run's words.txt.gz.
+def write(folder: str | Path, config: Mapping[str, Any], params: Any, step: int, extra: Mapping[str, bytes]) -> list[Path]:
+    """Writes the release and returns its files, the weights last. `extra`: words.txt.gz, or the files of tokenizer/, by their paths.
 
     Raises UserError if a weight doesn't fit in float16, or the folder holds a run.
     """
@@ -49,7 +50,7 @@ def write(folder: str | Path, config: Mapping[str, Any], params: Any, step: int,
         raise UserError(f"{folder} holds a training run; give the release a folder of its own")
     config = {section: dict(keys) for section, keys in config.items()}
     for section, key in MACHINE:
-        config[section][key] = ""
+        config.setdefault(section, {})[key] = ""
     arrays = {"step": np.int64(step)}
     for name, leaf in named_leaves(jax.device_get(params)).items():
         with np.errstate(over="ignore"):
@@ -58,7 +59,7 @@ def write(folder: str | Path, config: Mapping[str, Any], params: Any, step: int,
             raise UserError(f"the weight {name} holds numbers that float16 doesn't; this model can't be released")
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    files = {"config.json": json.dumps(config, indent=2) + "\n", "words.txt.gz": words, WEIGHTS: buffer.getvalue()}
+    files = {"config.json": json.dumps(config, indent=2) + "\n", **extra, WEIGHTS: buffer.getvalue()}
     for name, data in files.items():
         write_atomic(folder / name, data)
     return [folder / name for name in files]
@@ -70,8 +71,9 @@ def load(workdir: str | Path, step: int | None, mesh: Mesh | None) -> tuple[dict
     Raises UserError where a file is missing or damaged, the weights are not the config's, or the release is not of that step.
     """
     path, config = Path(workdir) / WEIGHTS, read_json(Path(workdir) / "config.json")
-    if not isinstance(config, Mapping) or not isinstance(config.get("model"), Mapping):
-        raise UserError(f"{Path(workdir) / 'config.json'} has no section model: restore the file as it was released")
+    for section in ("model", "data", "objective"):  # what sampling and evaluation read
+        if not isinstance(config, Mapping) or not isinstance(config.get(section), Mapping):
+            raise UserError(f"{Path(workdir) / 'config.json'} has no section {section}: restore the file as it was released")
     model = part("models", "Config", config["model"], "model")
     like = jax.eval_shape(lambda: model.module.init(model.config, jax.random.key(0))["params"])
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from dllm.core.config import require, to_dataclass
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
-from dllm.data.corpus import ALPHABET, DataConfig
+from dllm.data.corpus import Corpus, DataConfig, Rows
+from dllm.samplers.loop import kind
 from dllm.train.optim import OptimConfig
 from dllm.train.sharding import MeshConfig
 
@@ -92,11 +94,55 @@ def run_config(config: Mapping[str, Any]) -> Run:
     )
     sizes = [key for key in ("length", "width", "heads", "mlp", "layers") if hasattr(run.model.config, key)]
     require(run.model.config, "model", sizes, "positive", lambda x: x >= 1)
-    if run.model.config.vocab != len(ALPHABET):
-        raise UserError(f"model.vocab is {run.model.config.vocab}, and the corpora have {len(ALPHABET)} symbols; make it that many")
-    if run.data.length != run.model.config.length:
-        raise UserError(f"data.length is {run.data.length} and model.length {run.model.config.length}; make them equal")
+    vocab = getattr(lookup("data", run.data.name), "VOCAB", None)
+    if vocab is not None:
+        _check_vocab(run, vocab)
+    own, wanted = kind(run.model.module, run.model.config), getattr(run.objective.module, "MODEL", None)
+    if wanted not in (None, own):
+        mask = f" of mask_id={run.model.config.mask_id}" if hasattr(run.model.config, "mask_id") else ""
+        raise UserError(
+            f"the objective {run.objective.name} doesn't go with the model {run.model.name}{mask}: ssmd is for hybrid, next_token for gpt, "
+            "and for qwen3 with mask_id=-1, block_diffusion for qwen3 with a mask_id"
+        )
+    length, context = run.data.length, run.model.config.length
+    require(run.data, "data", ("length",), "positive", lambda x: x >= 1)
+    if not hasattr(run.model.config, "block") and length != context:
+        raise UserError(f"data.length is {length} and model.length {context}; make them equal")
+    if length > context:
+        raise UserError(f"data.length is {length} and model.length, the longest sequence, {context}; make the first at most that")
     return run
+
+
+def _check_vocab(run: Run, vocab: int) -> None:
+    model, exact = run.model.config, not hasattr(run.model.config, "mask_id")
+    if model.vocab < vocab or (exact and model.vocab != vocab):
+        mend = "make it that many" if exact else "make it that many, or more, for MASK"
+        raise UserError(f"model.vocab is {model.vocab}, and the corpus has {vocab} symbols; {mend}")
+
+
+def check_corpus(run: Run, corpus: Corpus, mask: int | None = None) -> None:
+    """Returns None if the run can be trained on the corpus; `mask` is its tokenizer's MASK id, if that has one.
+
+    Raises UserError where model and corpus have other vocabularies, the corpus holds the model's MASK, or a field that the objective
+    doesn't take.
+    """
+    _check_vocab(run, corpus.vocab - (mask == corpus.vocab - 1))
+    own = getattr(run.model.config, "mask_id", -1)
+    if own >= 0 and mask not in (None, own):
+        raise UserError(f"model.mask_id is {own}, and the corpus's tokenizer has MASK at {mask}; make them equal")
+    for split in ("train", "valid", "test"):
+        part = getattr(corpus, split)
+        tokens = part.tokens if isinstance(part, Rows) else part
+        if own >= 0 and own < corpus.vocab and (tokens == own).any():
+            raise UserError(f"model.mask_id is {own}, and the {split} split of the corpus {corpus.name} holds it; choose an unused id")
+    extras = corpus.train.extras if isinstance(corpus.train, Rows) else ()
+    takes = inspect.signature(run.objective.module.loss).parameters
+    for name in extras:
+        if f"{name}_BL" not in takes:
+            raise UserError(
+                f"the corpus has the field {name}, and the objective {run.objective.name} doesn't take it; use rows without it, "
+                "or objective.name=block_diffusion"
+            )
 
 
 # What may differ when a run goes on: how often it reports and saves, what it prints, and on how many devices.

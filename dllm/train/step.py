@@ -16,29 +16,31 @@ from dllm.train.run import Run
 from dllm.train.state import EVAL, STEP, TrainState, abstract, layout, stream
 
 Metrics = dict[str, Any]  # scalars
+Batch = dict[str, Any]  # tokens [B L] int32, and what fields its rows have (data/tokens.py)
 
 
-def loss(run: Run, params: Any, tokens_BL: Int[Array, "B L"], key: jax.Array) -> tuple[Any, Metrics]:
-    """Returns (loss, metrics) of the run's model and objective."""
+def loss(run: Run, params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metrics]:
+    """Returns (loss, metrics) of the run's model and objective, which is handed the batch's further fields by name, `segment_BL=`."""
     functions = run.model.module.bind(run.model.config, {"params": params})
-    return run.objective.module.loss(functions, tokens_BL, key, run.objective.config)
+    extras = {f"{name}_BL": x_BL for name, x_BL in batch.items() if name != "tokens"}
+    return run.objective.module.loss(functions, batch["tokens"], key, run.objective.config, **extras)
 
 
-def gradients(run: Run, params: Any, tokens_BL: Int[Array, "B L"], key: jax.Array) -> tuple[Any, Metrics]:
+def gradients(run: Run, params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metrics]:
     """Returns (gradients of the trained parameters, metrics). Those of frozen ones are never built: they are constants here."""
     trained, frozen = optim.split(params, run.optim.train_only)
-    return jax.grad(lambda trained: loss(run, optim.merge(trained, frozen), tokens_BL, key), has_aux=True)(trained)
+    return jax.grad(lambda trained: loss(run, optim.merge(trained, frozen), batch, key), has_aux=True)(trained)
 
 
-def make_train_step(run: Run, mesh: Mesh) -> Callable[[TrainState, Int[Array, "B L"]], tuple[TrainState, Metrics]]:
-    """Returns the jitted step (state, tokens_BL) -> (state, metrics). It takes the old state's buffers for the new one.
+def make_train_step(run: Run, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Returns the jitted step (state, batch) -> (state, metrics). It takes the old state's buffers for the new one.
 
     metrics: the objective's, and `grad_norm`, before clipping. All are of the state that came in: if they are finite, the new state is too.
     """
     tx = optim.optimizer(run.optim, run.train.steps)
 
-    def train_step(state: TrainState, tokens_BL: Int[Array, "B L"]) -> tuple[TrainState, Metrics]:
-        grads, metrics = gradients(run, state.params, tokens_BL, jax.random.fold_in(stream(run.train.seed, STEP), state.step))
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, metrics = gradients(run, state.params, batch, jax.random.fold_in(stream(run.train.seed, STEP), state.step))
         trained, frozen = optim.split(state.params, run.optim.train_only)
         averaged, still = optim.split(state.ema, run.optim.train_only)
         updates, opt_state = tx.update(grads, state.opt_state, trained)
@@ -56,11 +58,11 @@ def make_train_step(run: Run, mesh: Mesh) -> Callable[[TrainState, Int[Array, "B
     )
 
 
-def make_eval_step(run: Run, mesh: Mesh) -> Callable[[Any, Int[Array, "B L"], Int[Array, ""]], Metrics]:
-    """Returns the jitted (params, tokens_BL, index) -> metrics. The index of a batch is its seed: every evaluation draws the same noise."""
+def make_eval_step(run: Run, mesh: Mesh) -> Callable[[Any, Batch, Int[Array, ""]], Metrics]:
+    """Returns the jitted (params, batch, index) -> metrics. The index of a batch is its seed: every evaluation draws the same noise."""
 
-    def eval_step(params: Any, tokens_BL: Int[Array, "B L"], index: Int[Array, ""]) -> Metrics:
-        return loss(run, params, tokens_BL, jax.random.fold_in(stream(run.train.seed, EVAL), index))[1]
+    def eval_step(params: Any, batch: Batch, index: Int[Array, ""]) -> Metrics:
+        return loss(run, params, batch, jax.random.fold_in(stream(run.train.seed, EVAL), index))[1]
 
     where = layout(abstract(run, mesh))
     return jax.jit(
@@ -70,12 +72,18 @@ def make_eval_step(run: Run, mesh: Mesh) -> Callable[[Any, Int[Array, "B L"], In
     )
 
 
-def evaluate(eval_step: Callable[..., Metrics], params: Any, batches: Iterable[Any], mesh: Mesh) -> dict[str, float]:
-    """Returns the mean of each metric over the batches (numpy [B, L])."""
+def put(batch: Batch, mesh: Mesh) -> Batch:
+    """Returns the global batch of which `batch`, numpy arrays, is this process's slice."""
+    return {name: sharding.put_batch(x_BL, mesh) for name, x_BL in batch.items()}
+
+
+def evaluate(eval_step: Callable[..., Metrics], params: Any, batches: Iterable[Batch], mesh: Mesh) -> dict[str, float]:
+    """Returns the mean of each metric over the batches (numpy); of an objective that counts its `tokens`, the mean over these."""
     with jax.set_mesh(mesh):
-        rows = [eval_step(params, sharding.put_batch(tokens, mesh), jnp.int32(i)) for i, tokens in enumerate(batches)]
+        rows = [eval_step(params, put(batch, mesh), jnp.int32(i)) for i, batch in enumerate(batches)]
     rows = [to_row(row) for row in rows]
-    return {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
+    weights = [row.get("tokens", 1.0) for row in rows]
+    return {key: sum(w * row[key] for w, row in zip(weights, rows)) / max(sum(weights), 1) for key in rows[0]}
 
 
 def to_row(metrics: Metrics) -> dict[str, float]:

@@ -8,18 +8,22 @@ import numpy as np
 import pytest
 
 from dllm.core.types import UserError
+from dllm.data import tokenizers
+from dllm.data.tokenizers import CHARACTERS
 from dllm.diffusion import next_token, ssmd
-from dllm.evals import bound, gen_nll
-from dllm.evals.generate import generate, make_task, parse_prompt
+from dllm.evals import bound, entropy, gen_nll
+from dllm.evals.generate import check_request, generate, make_task, parse_prompt, stream
 from dllm.evals.stats import Context
-from dllm.models import gpt, hybrid
+from dllm.models import gpt, hybrid, qwen3
 from dllm.ops import masks
+from tests.data.files import scored
 
 LENGTH = 12
 
 
-def loaded(module, config):
-    return SimpleNamespace(model_module=module, model_config=config, variables=module.init(config, jax.random.key(1)))
+def loaded(module, config, tokenizer=CHARACTERS):
+    variables = module.init(config, jax.random.key(1))
+    return SimpleNamespace(model_module=module, model_config=config, variables=variables, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,76 @@ def test_gen_nll_is_the_judges_log_likelihood(judge):
         log_p_LV = logits_LV - np.log(np.exp(logits_LV).sum(axis=1, keepdims=True))
         assert metric.numerator_B[b] == pytest.approx(-log_p_LV[np.arange(length), tokens_BL[b, :length]].sum(), rel=1e-4)
     assert metric.denominator_B.tolist() == lengths_B.tolist()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    """An autoregressive qwen3 with a tokenizer of its own."""
+    config = qwen3.Config(vocab=40, length=LENGTH, width=16, layers=1, heads=2, kv_heads=1, head_width=8, mlp=32, block=1, mask_id=-1)
+    return loaded(qwen3, config)
+
+
+def test_gen_nll_of_a_qwen3_judge_leaves_the_first_token_out(reader):
+    tokens_BL = np.random.default_rng(0).integers(0, 40, (4, LENGTH))
+    lengths_B = np.array([LENGTH, 1, 0, 7])
+    metric = gen_nll.evaluate(tokens_BL, lengths_B, Context(judge=reader))["gen_nll"]
+    functions = qwen3.bind(reader.model_config, reader.variables)
+    logits_BLV = jax.jit(lambda x: functions.forward(None, x, jnp.tile(jnp.arange(LENGTH)[None], (4, 1)), masks.causal)[0])(tokens_BL)
+    logp_BLV = np.asarray(jax.nn.log_softmax(logits_BLV), np.float64)
+    for b, length in enumerate(lengths_B):
+        expect = -sum(logp_BLV[b, l - 1, tokens_BL[b, l]] for l in range(1, length))
+        assert metric.numerator_B[b] == pytest.approx(expect, rel=1e-4)
+    assert metric.denominator_B.tolist() == [LENGTH - 1, 0, 0, 6]
+
+
+def test_a_judge_of_another_tokenizer_is_refused(judge, tmp_path):
+    other = SimpleNamespace(tokenizer=tokenizers.read(scored(tmp_path, {"ab": -1.0})))
+    gen_nll.require_same_symbols(judge, judge)
+    with pytest.raises(UserError, match="another tokenizer"):
+        gen_nll.require_same_symbols(judge, other)
+
+
+def test_entropy_of_any_vocabulary():
+    """A dense table of 151,936 counts a sequence would be a terabyte here."""
+    tokens_BL = np.full((100_000, 2), 151_935)
+    tokens_BL[::2, 0] = 7
+    metrics = entropy.evaluate(tokens_BL, np.full(100_000, 2), Context())
+    assert metrics["entropy"].value == pytest.approx(np.log(2) / 2)
+    assert metrics["entropy_pooled"].value == pytest.approx(-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)))
+
+
+def test_the_canvas_is_prompt_and_max_new():
+    """A context of 32,768 isn't allocated for a short text, and a block isn't cut: its text would be another."""
+    config = qwen3.Config(length=32_768, width=16, layers=1, heads=2, kv_heads=1, head_width=8, mlp=32, block=8)
+    task = make_task(loaded(qwen3, config), "block_diffusion", {}, {"max_new": 5})
+    prompt = check_request(task, 1, 1, parse_prompt("abc def"))
+    assert prompt.tokens.shape == (1, 16)
+    g = generate(task, num=2, batch=2, seed=0, row=parse_prompt("abc def"))
+    assert g.lengths_B.tolist() == [12, 12]
+    assert g.new_B.tolist() == [5, 5]
+    assert (g.tokens_BL < 27).all()
+    with pytest.raises(UserError, match="a prompt of 32766 and max_new of 5 are 32771 tokens, and the model's context is 32768"):
+        check_request(task, 1, 1, [0] * 32_766)
+    with pytest.raises(UserError, match="the prompt holds the id 27, MASK"):
+        check_request(task, 1, 1, [1, 27])
+    with pytest.raises(UserError, match="the prompt holds the id 28, and the model has 28"):
+        check_request(task, 1, 1, [1, 28])
+
+
+def test_an_empty_prompt_begins_with_bos_or_not_at_all(reader, tmp_path):
+    with pytest.raises(UserError, match="its tokenizer has none that begins a text: give a prompt"):
+        check_request(make_task(reader, "autoregressive", {}, {}), 1, 1, [])
+    tokenizer = tokenizers.read(scored(tmp_path, {"ab": -1.0}))
+    config = qwen3.Config(vocab=263, length=8, width=16, layers=1, heads=2, kv_heads=1, head_width=8, mlp=32, block=1, mask_id=-1)
+    run = loaded(qwen3, config, tokenizer)
+    task = make_task(run, "autoregressive", {}, {"max_new": 4, "stop": "ab", "banned": "5,6"})
+    g = generate(task, num=3, batch=3, seed=0)
+    assert (g.tokens_BL[:, 0] == tokenizer.bos).all()
+    assert g.tokens_BL.shape == (3, 5)
+    assert parse_prompt("ab", tokenizer) == [1, *tokenizer.encode("ab")]
+    for stop, message in [("263", "stop holds an id outside the vocabulary of 263"), ("abab", "not one token")]:
+        with pytest.raises(UserError, match=message):
+            make_task(run, "autoregressive", {}, {"stop": stop})
 
 
 def test_gen_nll_refuses_what_the_judge_cannot_read(judge):
@@ -140,3 +214,16 @@ def test_left_to_right_settings(judge):
     assert (g.nfe_B == g.new_B).all()
     stopped_B = g.lengths_B < 5
     assert (g.tokens_BL[stopped_B, g.lengths_B[stopped_B] - 1] == 5).all()
+
+
+def test_stream_tells_the_text_of_the_first_sample_in_pieces():
+    config = qwen3.Config(vocab=28, length=LENGTH, width=16, layers=1, heads=2, kv_heads=1, head_width=8, mlp=32, block=4, mask_id=27)
+    run = loaded(qwen3, config)
+    task = make_task(run, "block_diffusion", {"select": "static"}, {})
+    pieces = list(stream(task, seed=5, row=[1, 2]))
+    (whole_L,) = generate(task, num=1, batch=1, seed=5, row=[1, 2]).tokens_BL
+    assert "".join(pieces) == CHARACTERS.decode(whole_L.tolist())
+    assert pieces[0] == "ab"
+    assert len(pieces) > 3
+    with pytest.raises(UserError, match="drop --stream"):
+        next(stream(make_task(loaded(qwen3, config), "self_verified", {}, {}), seed=5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import lzma
 import shutil
@@ -47,6 +48,26 @@ def plot(*flags, says, setup=None, sweep="{place}/swept"):
     return Case("plot", (f"--sweep={sweep}", "--out={new}/p", *flags), says, setup)
 
 
+def evaluate(*flags, says, setup=None, run="{place}/run"):
+    return Case("evaluate", (f"--workdir={run}", *flags), says, setup)
+
+
+def ranks(*flags, says, setup=None, run="{place}/run", out="{new}/r"):
+    return Case("ranks", (f"--workdir={run}", f"--out={out}", *flags), says, setup)
+
+
+def bench(*flags, says, setup=None, run="{place}/mdm", out="{new}"):
+    return Case("bench_samplers", (f"--workdir={run}", f"--out={out}", *flags), says, setup)
+
+
+def tune(*flags, says, setup=None, sweep="{place}/swept", out="{new}/p.json"):
+    return Case("tune", (f"--sweep={sweep}", f"--out={out}", "--from_nfe=0", *flags), says, setup)
+
+
+def release(*flags, says, setup=None, run="{place}/run", out="{new}"):
+    return Case("release", (f"--workdir={run}", f"--out={out}", *flags), says, setup)
+
+
 def write(name: str, data: bytes | str) -> Callable[[Path, Path], object]:
     """Returns a setup that writes a file."""
     return lambda tmp, _: (tmp / name).write_bytes(data.encode() if isinstance(data, str) else data)
@@ -63,6 +84,47 @@ def truncate_arrays(item: str) -> Callable[[Path], None]:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
     return change
+
+
+def edit_config(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Returns a change of the config in a run's last checkpoint."""
+
+    def edit(run: Path) -> None:
+        file = run / "checkpoints" / "4" / "config" / "metadata"
+        config = json.loads(file.read_text())
+        change(config)
+        file.write_text(json.dumps(config))
+
+    return edit
+
+
+def edit_row(**values: object) -> Callable[[Path], None]:
+    """Returns a change of the first row of a sweep."""
+
+    def edit(out: Path) -> None:
+        first, *rest = (out / "results.jsonl").read_text().splitlines()
+        (out / "results.jsonl").write_text("".join(line + "\n" for line in (json.dumps(json.loads(first) | values), *rest)))
+
+    return edit
+
+
+def folder_in_place_of(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+
+    return change
+
+
+def small_release(config: dict) -> Callable[[Path, Path], None]:
+    """Returns a setup that makes {tmp}/small look like a release with this config."""
+
+    def setup(tmp: Path, place: Path) -> None:
+        (tmp / "small").mkdir()
+        (tmp / "small" / "weights.npz").write_bytes(b"")
+        (tmp / "small" / "config.json").write_text(json.dumps(config))
+
+    return setup
 
 
 def parts(*splits: str) -> Callable[[Path, Path], None]:
@@ -85,6 +147,8 @@ def point(sampler: str = "ancestral", options: object = None, settings: object =
 
 
 FOUR_DEVICES = "import jax; jax.config.update('jax_num_cpu_devices', 4)"
+LIKELIHOOD = "--evals=likelihood"
+NOT_TEXT = gzip.compress(b"\xff\xfe")
 DATA = "--config.data.path={tmp}/t"
 CASES = {
     # the command line and the config file
@@ -122,7 +186,7 @@ CASES = {
     "missing section": train(config={"mesh": None}, says=("section mesh is missing",)),
     # names
     "unknown model": train("--config.model.name=transformer", says=("'transformer'", "there are: gpt, hybrid")),
-    "unknown objective": train("--config.objective.name=elbo", says=("'elbo'", "there are: next_token, ssmd")),
+    "unknown objective": train("--config.objective.name=elbo", says=("'elbo'", "there are: ", "ssmd")),
     "unknown data": train("--config.data.name=text9", says=("'text9'", "there are: pydocs, text8")),
     "unknown sampler in a config": train("--config.sampler.name=beam", says=("'beam'", "there are: ancestral")),
     # numbers
@@ -275,6 +339,17 @@ CASES = {
         says=("cannot read {tmp}/copy/words.txt.gz",),
         setup=copied(lambda run: (run / "words.txt.gz").write_bytes(b"\x1f")),
     ),
+    "bound of samples": sweep(
+        config={"evals": ("spelling", "bound")},
+        says=("config.evals has bound, which scores held-out text and not samples: drop it", "evaluate.py --evals=bound"),
+    ),
+    "likelihood of samples": sweep(config={"evals": ("likelihood",)}, says=("config.evals has likelihood", "--evals=likelihood")),
+    "negative seed of a sweep": sweep(config={"seed": -1}, says=("config.seed is -1; it must be 0 or more",)),
+    "results are a folder": sweep(
+        out="{tmp}/copy",
+        says=("cannot write {tmp}/copy/results.jsonl: Is a directory; move it away",),
+        setup=copied(folder_in_place_of("results.jsonl"), "swept"),
+    ),
     "out is a file": sweep(out="{tmp}/f", says=("--out={tmp}/f", "choose another place"), setup=write("f", "")),
     "a row is garbage": sweep(
         out="{tmp}/copy",
@@ -284,6 +359,7 @@ CASES = {
     # plots
     "no sweep": plot(sweep="{tmp}", says=("no results in {tmp}", "--sweep takes the --out")),
     "no such metric": plot("--y=gen_nll", says=("has no metric gen_nll; it has: spelling",)),
+    "no number to plot": plot("--y=sampler", says=("has no metric sampler; it has: spelling",)),
     "no such axis": plot("--x=seconds", says=("--x=seconds", "nfe")),
     "no such sampler": plot("--samplers=beam", says=("'beam'; there are: ancestral",)),
     "arrays are missing": plot(
@@ -294,6 +370,124 @@ CASES = {
         says=("reference.json is not JSON",),
         setup=copied(lambda out: (out / "reference.json").write_text("{"), "swept"),
     ),
+    # evaluation: the run
+    "no run to evaluate": evaluate(run="{tmp}/no", says=("{tmp}/no holds no checkpoint; pass the --workdir of a training run",)),
+    "an empty folder to evaluate": evaluate(run="{tmp}", says=("{tmp} holds no checkpoint",)),
+    "no such step to evaluate": evaluate("--step=3", says=("{place}/run has no checkpoint of step 3; there are: 2, 4",)),
+    "arrays cut off (evaluate)": evaluate(run="{tmp}/copy", says=("checkpoints/4 is damaged",), setup=copied(truncate_arrays("ema"))),
+    "unknown objective in a checkpoint": evaluate(
+        run="{tmp}/copy",
+        says=("'elbo'", "there are: ", "ssmd"),
+        setup=copied(edit_config(lambda config: config.update(objective={"name": "elbo"}))),
+    ),
+    "no sampler in a checkpoint": evaluate(
+        LIKELIHOOD,
+        "--option.verification=block",
+        run="{tmp}/copy",
+        says=("--option.verification=chain",),
+        setup=copied(edit_config(lambda config: config.pop("sampler"))),
+    ),
+    "a release without data": evaluate(
+        run="{tmp}/small", says=("{tmp}/small/config.json has no section data: restore",), setup=small_release({"model": {}})
+    ),
+    # evaluation: what is measured
+    "unknown eval to evaluate": evaluate("--evals=fluency", says=("'fluency'", "there are: bound, entropy, gen_nll")),
+    "a module that is no eval": evaluate("--evals=bound,ranks", says=("'ranks'", "there are: bound")),
+    "nothing to evaluate": evaluate("--evals=", says=("--evals names nothing", "--evals=bound")),
+    "unknown split": evaluate("--split=train", says=("--split=train", "valid|test")),
+    "negative number of chunks": evaluate("--num=-1", says=("--num=-1", "non-negative")),
+    "text for a number of chunks": evaluate("--num=many", says=("--num=many", "int")),
+    "negative seed of an estimator": evaluate("--seed=-1", says=("--seed=-1", "[0, 4294967295]")),
+    "seed beyond an int": evaluate("--seed=99999999999999999999", says=("--seed=99999999999999999999", "[0, 4294967295]")),
+    "unknown option of likelihood": evaluate(LIKELIHOOD, "--option.depth=2", says=("'option.depth'", "--help")),
+    "options for another eval": evaluate("--option.rate=0.5", says=("--option.KEY=VALUE is for the eval likelihood", "--evals")),
+    "judge for another eval": evaluate("--judge={place}/gpt", says=("--judge is for the eval gen_nll", "--evals")),
+    "text for an option of likelihood": evaluate(LIKELIHOOD, "--option.rate=slow", says=("--option.rate=slow", "float")),
+    "float for an option of likelihood": evaluate(LIKELIHOOD, "--option.n_verify=2.5", says=("--option.n_verify=2.5", "int")),
+    "likelihood at rate 0": evaluate(LIKELIHOOD, "--option.rate=0", says=("0 < rate <= 1", "got 0.0")),
+    "likelihood in a window of 0": evaluate(LIKELIHOOD, "--option.window=constant", "--option.rate=0", says=("rate >= 1", "got 0.0")),
+    "likelihood in no window": evaluate(LIKELIHOOD, "--option.window=square", says=("'square'", "cosine, linear, constant")),
+    "likelihood without verification": evaluate(LIKELIHOOD, "--option.n_verify=0", says=("n_verify must be 1 or more, got 0",)),
+    "unknown verification of likelihood": evaluate(
+        LIKELIHOOD, "--option.verification=tree", says=("option.verification", "'tree'", "chain")
+    ),
+    "likelihood of blocks": evaluate(LIKELIHOOD, "--option.verification=block", says=("not block", "--option.verification=chain")),
+    "likelihood of a gpt": evaluate(LIKELIHOOD, run="{place}/gpt", says=("likelihood", "n_causal > 0", "--evals=bound")),
+    "likelihood without causal layers": evaluate(LIKELIHOOD, run="{place}/mdm", says=("likelihood", "n_causal > 0", "--evals=bound")),
+    "no judge to evaluate with": evaluate("--evals=gen_nll", says=("gen_nll needs a trained gpt run", "judge")),
+    "no run as a judge": evaluate("--evals=gen_nll", "--judge={tmp}/no", says=("{tmp}/no holds no checkpoint",)),
+    "judge is no gpt (evaluate)": evaluate("--evals=gen_nll", "--judge={place}/mdm", says=("judge", "gpt run")),
+    # evaluation: the text, and where the figures go
+    "the run's text is gone": evaluate(
+        run="{tmp}/copy",
+        says=("cannot read /none/text8: No such file", "--data_path"),
+        setup=copied(edit_config(lambda config: config["data"].update(path="/none/text8"))),
+    ),
+    "no text at data_path": evaluate("--data_path={tmp}/t", says=("cannot read {tmp}/t: No such file",)),
+    "too short a text at data_path": evaluate("--data_path={tmp}/t", says=("{tmp}/t has 0 characters",), setup=write("t", "")),
+    "no words to evaluate with": evaluate(
+        "--evals=spelling",
+        run="{tmp}/copy",
+        says=("cannot read {tmp}/copy/words.txt.gz", "train again"),
+        setup=copied(lambda run: (run / "words.txt.gz").unlink()),
+    ),
+    "words are no text": evaluate(
+        "--evals=spelling",
+        run="{tmp}/copy",
+        says=("cannot read {tmp}/copy/words.txt.gz", "train again"),
+        setup=copied(lambda run: (run / "words.txt.gz").write_bytes(NOT_TEXT)),
+    ),
+    "figures are a folder": evaluate(
+        run="{tmp}/copy",
+        says=("cannot write {tmp}/copy/evals.jsonl: Is a directory; move it away",),
+        setup=copied(folder_in_place_of("evals.jsonl")),
+    ),
+    # ranks
+    "ranks of a gpt": ranks(run="{place}/gpt", says=("no causal layers", "workdir of a hybrid run")),
+    "ranks without causal layers": ranks(run="{place}/mdm", says=("no causal layers", "workdir of a hybrid run")),
+    "a start beyond the end": ranks("--starts=0,16", says=("can't start at rank 16; ranks go from 0 to 15",)),
+    "text for a start": ranks("--starts=0,a", says=("--starts=0,a must be whole numbers",)),
+    "no text for ranks": ranks("--data_path={tmp}/t", says=("cannot read {tmp}/t: No such file",)),
+    "ranks to no place": ranks(out="{tmp}/f/r", says=("{tmp}/f", "choose another place"), setup=write("f", "")),
+    # times
+    "no run to time": bench(run="{tmp}/no", says=("{tmp}/no holds no checkpoint",)),
+    "unknown sampler to time": bench("--sampler=beam", says=("no sampler 'beam'", "there are: ancestral, confidence")),
+    "no batch to time": bench("--batch=0", says=("--batch=0", "positive")),
+    "negative seed of times": bench("--seed=-1", says=("--seed=-1", "[0, 4294967295]")),
+    "times are a folder": bench(
+        out="{tmp}/copy",
+        says=("cannot write {tmp}/copy/bench.jsonl: Is a directory; move it away",),
+        setup=copied(folder_in_place_of("bench.jsonl"), "swept"),
+    ),
+    # tuning
+    "nothing to tune": tune(sweep="{tmp}", says=("no results in {tmp}", "--sweep takes the --out")),
+    "no bins": tune("--num=0", says=("--num=0", "positive")),
+    "no such metric to tune": tune("--y=fluency", says=("no row has a value of fluency; there are: ", "spelling")),
+    "tuned by no number": tune("--y=sampler", says=("no row has a value of sampler; there are: ", "spelling")),
+    "too many passes": tune("--from_nfe=1000", says=("spelling at 1000 passes or more", "lower --from_nfe")),
+    "a row's passes are text": tune(
+        sweep="{tmp}/copy",
+        says=("line 1 of {tmp}/copy/results.jsonl is not a sweep row: delete that line",),
+        setup=copied(edit_row(nfe="few"), "swept"),
+    ),
+    "a row's setting is a list": tune(
+        sweep="{tmp}/copy", says=("line 1 of", "is not a sweep row"), setup=copied(edit_row(setting=[3]), "swept")
+    ),
+    "results to tune are a folder": tune(
+        sweep="{tmp}/copy",
+        says=("cannot read {tmp}/copy/results.jsonl: Is a directory",),
+        setup=copied(folder_in_place_of("results.jsonl"), "swept"),
+    ),
+    "points to no place": tune(out="{tmp}/f/p.json", says=("{tmp}/f", "choose another place"), setup=write("f", "")),
+    # releases
+    "no run to release": release(run="{tmp}/no", says=("{tmp}/no holds no checkpoint",)),
+    "no such step to release": release("--step=3", says=("no checkpoint of step 3; there are: 2, 4",)),
+    "release into a run": release(out="{place}/run", says=("{place}/run holds a training run", "a folder of its own")),
+    "release to no place": release(out="{tmp}/f", says=("{tmp}/f", "choose another place"), setup=write("f", "")),
+    "release without words": release(
+        run="{tmp}/copy", says=("cannot read {tmp}/copy/words.txt.gz",), setup=copied(lambda run: (run / "words.txt.gz").unlink())
+    ),
+    "release of damage": release(run="{tmp}/copy", says=("checkpoints/4 is damaged",), setup=copied(truncate_arrays("ema"))),
 }
 
 
@@ -325,3 +519,12 @@ def test_bad_input(case, programs, place, tmp_path):
         assert piece.format(tmp=tmp_path, place=place, new=tmp_path / "new") in line
     after = files(tmp_path, place)
     assert after == before, sorted(map(str, {**before, **after}.items() ^ before.items()))[:5]
+
+
+def test_what_a_later_eval_refuses_shows_first(programs, place, tmp_path):
+    """Before the first of them, which may take hours, is measured."""
+    before = files(place)
+    done = programs.run("evaluate", f"--workdir={place / 'run'}", "--evals=entropy,likelihood", "--option.rate=0")
+    assert "0 < rate <= 1" in complaint(done)
+    assert "entropy" not in done.out
+    assert files(place) == before

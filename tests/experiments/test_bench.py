@@ -11,6 +11,7 @@ from tests.experiments.programs import complaint
 
 def test_rows(programs, place, tmp_path):
     """Of the samplers of a plain masked-diffusion run: a row each, with the floor's parts, whole figures, and nothing that leaves."""
+    (tmp_path / "bench.jsonl").write_text('{"sampler": "anc')  # half a line of a killed program
     done = programs.run(
         "bench_samplers", f"--workdir={place / 'mdm'}", "--sampler=ancestral", "--batch=4", "--repetitions=1", f"--out={tmp_path}"
     )

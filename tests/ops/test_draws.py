@@ -44,6 +44,23 @@ def test_categorical_frequencies():
     assert ((seen - n * p) ** 2 / (n * p)).sum() < 30.7
 
 
+def test_wide_vocabularies(monkeypatch):
+    """Two stages draw from the same law, forbidden ids and whole forbidden groups left out: 20,000 draws of 23 ids, chi-square with 16
+    degrees of freedom, a false alarm once in 10^6; a rare id beside certain ones, and a slot's draw is its own."""
+    monkeypatch.setattr(doors, "WIDE", 8)
+    p = np.random.default_rng(0).dirichlet(np.ones(23))
+    p[[0, 8, 9, 10, 11, 22]] = 0  # of groups of 4
+    p, n = p / p.sum(), 20_000
+    logits = jnp.broadcast_to(jnp.log(p), (n, 1, 23))
+    drawn = categorical(keyed(n), slot(Purpose.DRAFT, n, 1), logits)[0][:, 0]
+    seen, may = np.bincount(drawn, minlength=23), p > 0
+    assert not seen[~may].any()
+    assert ((seen - n * p)[may] ** 2 / (n * p[may])).sum() < 59.5
+    np.testing.assert_array_equal(categorical(keyed(5, first_request=9), slot(Purpose.DRAFT, 5, 1), logits[:5])[0][:, 0], drawn[9:14])
+    sure = jnp.broadcast_to(jnp.where(jnp.arange(23) == 13, 0.0, -jnp.inf), (n, 1, 23))
+    assert (categorical(keyed(n), slot(Purpose.DRAFT, n, 1), sure)[0] == 13).all()
+
+
 def test_noise_is_of_full_range():
     """The draw is that of JAX's high-range Gumbel noise under the slot's own key. (Low-range noise ends at 16 and loses what is rarer
     than 1e-7; to see that by counting takes 10^9 draws.)"""

@@ -8,7 +8,7 @@ import pytest
 from dllm.ops import masks
 
 
-@pytest.mark.parametrize("mask", [masks.full, masks.causal, masks.BlockCausal(2), masks.CleanNoisy(1, 2)])
+@pytest.mark.parametrize("mask", [masks.full, masks.causal, masks.BlockCausal(2), masks.CleanNoisy(1, 2), masks.tail])
 def test_picture_in_the_docstring_is_what_show_draws(mask):
     assert "\n\n" + mask.show() in inspect.getdoc(type(mask))
 
@@ -37,3 +37,81 @@ def test_static_through_jit_and_compared_by_value():
 
     assert [int(count(m, 0)) for m in (masks.full, masks.Full(), masks.causal)] == [4, 4, 3]
     assert traced == [masks.full, masks.causal]
+
+
+def block_diffusion_mask(length, block):
+    """The training mask as BD3-LM and SDAR write it, over [noisy ; clean]: block diagonal, offset block causal, block causal."""
+    at = np.arange(2 * length)
+    clean, blocks = at >= length, at % length // block
+    q, k = (slice(None), None), (None, slice(None))
+    diagonal = (blocks[q] == blocks[k]) & (clean[q] == clean[k])
+    offset = (blocks[q] > blocks[k]) & clean[k] & ~clean[q]
+    causal = (blocks[q] >= blocks[k]) & clean[k] & clean[q]
+    return diagonal | offset | causal
+
+
+def uno_mask(length, block):
+    """The same for a drafter of an autoregressive model: causal in a noisy block, causal among clean rows."""
+    at = np.arange(2 * length)
+    noisy, place = at < length, at % length
+    blocks, q, k = place // block, (slice(None), None), (None, slice(None))
+    own = noisy[q] & noisy[k] & (blocks[q] == blocks[k]) & (place[q] >= place[k])
+    return own | (noisy[q] & ~noisy[k] & (blocks[q] > blocks[k])) | (~noisy[q] & ~noisy[k] & (place[q] >= place[k]))
+
+
+def clean_first(mask):
+    """A mask over [noisy ; clean] as one over [clean ; noisy]."""
+    half = len(mask) // 2
+    return np.roll(mask, (half, half), (0, 1))
+
+
+@pytest.mark.parametrize("length, block", [(8, 1), (8, 2), (8, 4), (8, 8), (8, 16), (7, 3)])
+def test_clean_noisy_is_the_published_training_mask(length, block):
+    """https://github.com/JetAstra/SDAR/issues/11: a noisy row reads clean blocks before its own. A last partial block is shorter."""
+    mask = np.asarray(masks.CleanNoisy(block, length).dense(2 * length, 2 * length))
+    np.testing.assert_array_equal(mask, clean_first(block_diffusion_mask(length, block)))
+    np.testing.assert_array_equal(mask[:length, :length], masks.BlockCausal(block).dense(length, length))
+    if length % block == 0:
+        assert mask.sum() == length**2 + length * block
+    causal = np.asarray(masks.CleanNoisy(block, length, causal=True).dense(2 * length, 2 * length))
+    np.testing.assert_array_equal(causal, clean_first(uno_mask(length, block)))
+
+
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_block_causal_is_its_formula_and_a_slice_of_it_behind_a_cache(block):
+    at = np.arange(12)
+    whole = at[None] // block <= at[:, None] // block
+    np.testing.assert_array_equal(masks.BlockCausal(block).dense(12, 12), whole)
+    start = jnp.asarray([4, 8])[:, None, None]
+    behind = masks.BlockCausal(block).allowed(start + jnp.arange(4)[None, :, None], jnp.arange(12)[None, None], start)
+    np.testing.assert_array_equal(behind, np.stack([whole[4:8], whole[8:12]]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [1, 2, 4])
+def test_clean_noisy_behind_a_cache(block, causal):
+    """On top of s cached tokens, all rows read the cache as rows of the whole training mask read those clean tokens."""
+    length, total = 4, 12
+    whole = np.asarray(masks.CleanNoisy(block, total, causal).dense(2 * total, 2 * total))
+    start = jnp.asarray([0, 4, 8])[:, None, None]
+    query = start + jnp.arange(2 * length)[None, :, None]
+    allowed = masks.CleanNoisy(block, length, causal).allowed(query, jnp.arange(total + length)[None, None], start)
+    for s, got in zip((0, 4, 8), np.asarray(allowed), strict=True):
+        here = [*range(s, s + length), *range(total + s, total + s + length)]  # where these rows are in the whole
+        np.testing.assert_array_equal(got[:, : s + 2 * length], whole[np.ix_(here, [*range(s), *here])])
+
+
+def test_a_mask_of_65536_rows_needs_no_array_of_them():
+    """https://github.com/JetAstra/SDAR/issues/26: (2 L)^2 passes int32 above L = 23,170. Here a slice is reckoned from indices alone."""
+    length, block = 32_768, 4
+    mask = masks.CleanNoisy(block, length)
+    queries = jnp.asarray([0, 5, length - 1, length, length + 5, 2 * length - 1], jnp.int32)
+
+    @jax.jit
+    def counts(queries):
+        keys = jnp.arange(2 * length, dtype=jnp.int32)
+        return mask.allowed(queries[:, None], keys[None], jnp.zeros((1, 1), jnp.int32)).sum(1)
+
+    # a clean row reads the clean rows to its block's end; a noisy one those before its block, and its block
+    assert counts(queries).tolist() == [4, 8, length, 4, 8, length]
+    assert counts.lower(queries).compile().memory_analysis().temp_size_in_bytes < 2**22  # 6 x 65,536 entries, not 65,536^2

@@ -12,12 +12,12 @@ import pytest
 
 from dllm.core.types import UserError
 from dllm.diffusion.next_token import token_logprobs
-from dllm.models import gpt, hybrid
+from dllm.models import gpt, hybrid, qwen3
 from dllm.ops.draws import KeyedDraws
 from dllm.ops.passes import KINDS
 from dllm.ops.settings import make_settings
-from dllm.samplers import ancestral, autoregressive, confidence, self_speculative
-from dllm.samplers.loop import compile_sampler, empty_prompt, make_prompt, require_prefix
+from dllm.samplers import ancestral, autoregressive, block_diffusion, confidence, self_speculative, self_verified
+from dllm.samplers.loop import compile_sampler, empty_prompt, make_prompt, require_fit, require_prefix
 from dllm.train.sharding import MeshConfig, batch_sharding, make_mesh, shardings
 from tests.samplers.tables import Tables, distance, law_self_speculative
 from tests.samplers.test_laws import law_ssmd
@@ -144,6 +144,50 @@ def test_gpt_reads_prompts_and_caches():
     expect = jax.jit(lambda v, x: token_logprobs(gpt.bind(config, v), x))(variables, samples.tokens)
     given = jnp.arange(8)[None] < jnp.asarray([0, 1, 3])[:, None]
     np.testing.assert_allclose(samples.logprobs, jnp.where(given, 0, expect), atol=1e-5)
+
+
+@functools.cache
+def qwen3_ar():
+    """Returns (config, variables) of a small autoregressive qwen3, with laws far from uniform."""
+    config = qwen3.Config(vocab=5, length=8, width=16, layers=2, heads=2, kv_heads=1, head_width=8, mlp=32, block=1, mask_id=-1)
+    return config, jax.tree.map(lambda x: 2.0 * x, qwen3.init(config, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("grow", [0, 3, 8, 20])
+def test_an_autoregressive_qwen3_reads_the_token_before(grow):
+    """Row i predicts token i + 1: samples have the log-probabilities of one uncached forward, whatever the prompts' lengths, and are the
+    same however the cache grows."""
+    config, variables = qwen3_ar()
+    run = compile_sampler(autoregressive, qwen3, config, autoregressive.Options(grow=grow))
+    prompts = [[2], [1, 3], [4, 3, 2, 0, 1, 1, 2], [3] * 8, [0]]
+    settings = make_settings(5, 5, max_new=[9, 9, 9, 9, 3])
+    samples = run(variables, settings, KeyedDraws(jax.random.key(0), jnp.arange(5)), make_prompt(prompts, 8))
+    for row, tokens in zip(prompts, samples.tokens.tolist(), strict=True):
+        assert tokens[: len(row)] == row
+    assert samples.lengths.tolist() == [8, 8, 8, 8, 4]
+    assert samples.passes.ar.tolist() == [7, 6, 1, 0, 3]
+    assert samples.passes.prefill.tolist() == [0, 1, 1, 1, 0]
+    expect = jax.jit(lambda v, x: token_logprobs(qwen3.bind(config, v), x))(variables, samples.tokens)
+    new = (jnp.arange(8)[None] >= jnp.asarray([len(row) for row in prompts])[:, None]) & (jnp.arange(8)[None] < samples.lengths[:, None])
+    np.testing.assert_allclose(samples.logprobs, jnp.where(new, expect, 0), atol=1e-5)
+    assert float(expect[0, 0]) == 0.0
+    whole = compile_sampler(autoregressive, qwen3, config, autoregressive.Options())
+    plain = whole(variables, settings, KeyedDraws(jax.random.key(0), jnp.arange(5)), make_prompt(prompts, 8))
+    np.testing.assert_array_equal(samples.tokens, plain.tokens)
+
+
+def test_what_goes_with_what():
+    """A mode that the model doesn't have is an error, not garbage: https://github.com/inclusionAI/dInfer/issues/14"""
+    config, _ = qwen3_ar()
+    masked = qwen3.Config(mask_id=27, vocab=28)
+    for sampler in (block_diffusion, self_verified):
+        require_fit(sampler, qwen3, masked)
+        with pytest.raises(UserError, match="qwen3 of mask_id=-1: autoregressive is for gpt, and for qwen3 with mask_id=-1"):
+            require_fit(sampler, qwen3, config)
+    require_fit(autoregressive, qwen3, config)
+    for sampler, model, settings in ((autoregressive, qwen3, masked), (ancestral, qwen3, masked), (block_diffusion, gpt, gpt.Config())):
+        with pytest.raises(UserError, match="doesn't go with the model"):
+            require_fit(sampler, model, settings)
 
 
 def test_bad_prompts_and_options():

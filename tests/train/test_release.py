@@ -21,7 +21,7 @@ def written(tmp_path_factory):
     """A release of a run's fresh weights, never changed; and these."""
     folder, mesh = tmp_path_factory.mktemp("release"), sharding.make_mesh(RUN.mesh)
     params = jax.device_get(create(RUN, mesh).ema)
-    release.write(folder, RUN.to_dict(), params, 7, b"words")
+    release.write(folder, RUN.to_dict(), params, 7, {"words.txt.gz": b"words"})
     return folder, params
 
 
@@ -65,18 +65,18 @@ def test_the_config_names_no_place(written):
 
 
 def test_the_same_bytes_again(written, tmp_path):
-    release.write(tmp_path, RUN.to_dict(), written[1], 7, b"words")
+    release.write(tmp_path, RUN.to_dict(), written[1], 7, {"words.txt.gz": b"words"})
     assert (tmp_path / "weights.npz").read_bytes() == (written[0] / "weights.npz").read_bytes()
 
 
 def test_what_can_not_be_released(written, tmp_path):
     large = jax.tree.map(lambda x: x * 0 + 1e5, written[1])
     with pytest.raises(UserError, match="float16 doesn't"):
-        release.write(tmp_path, RUN.to_dict(), large, 7, b"")
+        release.write(tmp_path, RUN.to_dict(), large, 7, {})
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="holds a training run"):
-        release.write(tmp_path, RUN.to_dict(), written[1], 7, b"")
+        release.write(tmp_path, RUN.to_dict(), written[1], 7, {})
 
 
 def test_a_run_is_no_release(copy):

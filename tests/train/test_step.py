@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,11 @@ TOKENS = np.random.default_rng(0).integers(0, 27, (5, 8, 16)).astype(np.int32)
 def program(run):
     """Returns (mesh, train step, gradients) of a run, compiled once for all tests."""
     mesh = sharding.make_mesh(run.mesh)
-    return mesh, step.make_train_step(run, mesh), jax.jit(lambda params, tokens, key: step.gradients(run, params, tokens, key)[0])
+    return (
+        mesh,
+        step.make_train_step(run, mesh),
+        jax.jit(lambda params, tokens, key: step.gradients(run, params, {"tokens": tokens}, key)[0]),
+    )
 
 
 def steps(run, number):
@@ -31,7 +37,7 @@ def steps(run, number):
     with jax.set_mesh(mesh):
         state, rows = create(run, mesh), []
         for tokens_BL in TOKENS[:number]:
-            state, metrics = train_step(state, sharding.put_batch(tokens_BL, mesh))
+            state, metrics = train_step(state, step.put({"tokens": tokens_BL}, mesh))
             rows.append(jax.device_get(metrics))
     return state, rows
 
@@ -48,6 +54,8 @@ def test_learning_rate_rises_then_falls_to_zero():
     rates = [float(optim.learning_rate(config, 12, t)) for t in range(13)]
     np.testing.assert_allclose(rates[:4], [0.0025, 0.005, 0.0075, 0.01], rtol=1e-6)
     np.testing.assert_allclose([rates[4], rates[8], rates[12]], [0.01, 0.005, 0.0], atol=1e-9)
+    flat = dataclasses.replace(config, decay="constant")
+    np.testing.assert_allclose([float(optim.learning_rate(flat, 12, t)) for t in (0, 3, 8, 12)], [0.0025, 0.01, 0.01, 0.01], rtol=1e-6)
 
 
 def test_first_update_is_adamw_by_hand():
@@ -111,7 +119,7 @@ def test_frozen_gradients_are_not_built():
 
     def products(run):
         mesh = sharding.make_mesh(run.mesh)
-        gradients = lambda params: step.gradients(run, params, jnp.asarray(TOKENS[0]), jax.random.key(0))
+        gradients = lambda params: step.gradients(run, params, {"tokens": jnp.asarray(TOKENS[0])}, jax.random.key(0))
         return str(jax.make_jaxpr(gradients)(create(run, mesh).params)).count("dot_general")
 
     assert products(tiny.run(optim__train_only="^causal")) < products(tiny.run()) - 10
@@ -142,7 +150,7 @@ def test_the_step_reuses_the_old_state():
     mesh, train_step, _ = program(tiny.run())
     with jax.set_mesh(mesh):
         old = create(tiny.run(), mesh)
-        train_step(old, sharding.put_batch(TOKENS[0], mesh))
+        train_step(old, step.put({"tokens": TOKENS[0]}, mesh))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
 
 
@@ -150,10 +158,28 @@ def test_evaluation_draws_the_same_noise_every_time_and_other_noise_a_batch():
     run = tiny.run()
     mesh = sharding.make_mesh(run.mesh)
     params, eval_step = create(run, mesh).ema, step.make_eval_step(run, mesh)
-    first = step.evaluate(eval_step, params, TOKENS[:2], mesh)
-    assert first == step.evaluate(eval_step, params, TOKENS[:2], mesh)
-    same = step.evaluate(eval_step, params, TOKENS[[0, 0]], mesh)
-    assert same["loss"] != step.evaluate(eval_step, params, TOKENS[:1], mesh)["loss"]
+    evaluate = lambda *numbers: step.evaluate(eval_step, params, [{"tokens": TOKENS[n]} for n in numbers], mesh)
+    first = evaluate(0, 1)
+    assert first == evaluate(0, 1)
+    assert evaluate(0, 0)["loss"] != evaluate(0)["loss"]
+
+
+def test_further_fields_reach_the_objective_by_name():
+    run, seen = tiny.run(), {}
+
+    def loss(functions, tokens_BL, key, config, *, segment_BL, trained_BL):
+        seen.update(segment=segment_BL.shape, trained=trained_BL.dtype)
+        return jnp.sum(trained_BL) * 1.0, {"loss": jnp.sum(trained_BL) * 1.0, "tokens": jnp.sum(trained_BL)}
+
+    module = types.ModuleType("objective")
+    module.loss = loss
+    run = dataclasses.replace(run, objective=dataclasses.replace(run.objective, module=module))
+    mesh = sharding.make_mesh(run.mesh)
+    trained_BL = np.ones((8, 16), bool)
+    batches = [{"tokens": TOKENS[0], "segment": TOKENS[0], "trained": trained_BL & (np.arange(16) < n)[None]} for n in (16, 4)]
+    row = step.evaluate(step.make_eval_step(run, mesh), create(run, mesh).params, batches, mesh)
+    assert seen == {"segment": (8, 16), "trained": np.bool_}
+    assert row["loss"] == pytest.approx((128 * 128 + 32 * 32) / (128 + 32))  # the mean over trained tokens, not over batches
 
 
 def test_mesh_errors_say_what_to_set():

@@ -35,6 +35,9 @@ quickstart: .venv/.ready
 	@.venv/bin/python experiments/train.py --config=configs/quickstart.py --workdir=runs/quickstart
 	@.venv/bin/python experiments/sweep.py --config=configs/sweeps/quickstart.py --workdir=runs/quickstart --out=runs/quickstart/nfe
 	@.venv/bin/python experiments/plot.py --sweep=runs/quickstart/nfe --x=nfe --y=spelling --compare
+	@echo "samples of a model that was trained for half an hour, release/lexicon_mini:"
+	@.venv/bin/python experiments/sample.py --workdir=release/lexicon_mini --sampler=self_speculative --num=4 --option.window=constant \
+	  --option.rate=8 --option.verification=block --out=runs/quickstart/release.jsonl
 
 lint: .venv/.ready
 	@.venv/bin/python -m ruff check --quiet .

@@ -75,8 +75,10 @@ def convert_back() -> None:
         raise UserError(f"{FLAGS.src} holds a model {name!r}, which no public family knows; only models of qwen3 can be converted")
     kind = hf.to_hf(config)["model_type"]
     if kind not in public.FAMILIES[public.family(FLAGS.model)]:
-        raise UserError(f"{FLAGS.src} holds a model of type {kind}, not --model={FLAGS.model}; pass the family that it is")
-    public.check(FLAGS.model, config)
+        fit = " or ".join(name for name, kinds in public.FAMILIES.items() if kind in kinds)
+        raise UserError(f"{FLAGS.src} holds a model of type {kind}, not --model={FLAGS.model}; pass --model={fit}")
+    if not (kind == "llama" and config.mask_id >= 0):  # grown by a MASK, it is no row of the table
+        public.check(FLAGS.model, config)
     writable_folder(dst.parent)
     folder = dst.with_name(f".{dst.name}.part")
     shutil.rmtree(folder, ignore_errors=True)

@@ -81,11 +81,13 @@ def run() -> None:
     results.repair(out)
     row = {"step": loaded.step, "split": FLAGS.split, "chunks": count, "seed": FLAGS.seed, "estimator": {}}
     row |= {"option": dataclasses.asdict(context.options)} if "options" in needs else {}
-    print(f"{FLAGS.workdir}, step {loaded.step}: {count} chunks of {data.length} symbols, {FLAGS.split} split")
+    heading = f"{FLAGS.workdir}, step {loaded.step}: {count} chunks of {data.length} symbols, {FLAGS.split} split\n"
     for name, module in modules.items():
+        metrics = module.evaluate(chunks_BL, lengths_B, context)
         row["estimator"][name] = getattr(module, "ESTIMATOR", "ratio of sums over the chunks")
-        print(f"{name}: {row['estimator'][name]}")
-        for metric, m in module.evaluate(chunks_BL, lengths_B, context).items():
+        print(f"{heading}{name}: {row['estimator'][name]}")
+        heading = ""
+        for metric, m in metrics.items():
             row |= {metric: results.number(m.value), f"{metric}_stderr": results.number(m.stderr)}
             print(f"  {metric:24} {m.value:9.4f} ± {m.stderr:.4f}")
     results.append_line(out, row)

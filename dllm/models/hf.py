@@ -170,7 +170,8 @@ def target(model: str, source: Source, block: int) -> tuple[Config, Config]:
     family, kind = public.family(model), source.config.get("model_type")
     own = from_hf(source.config, f"{source.where}'s config")
     if kind not in public.FAMILIES[family]:
-        raise UserError(f"{source.where} is of model_type {kind!r}, from which no {family} is made; pass the --model that it is")
+        fit = " or ".join(name for name, kinds in public.FAMILIES.items() if kind in kinds)
+        raise UserError(f"{source.where} is of model_type {kind!r}, from which no {family} is made; pass --model={fit}")
     half = source.headers and all(header.dtype == jnp.bfloat16 for header in source.headers.values())
     dtype = "bfloat16" if half else "float32"
     own = dataclasses.replace(own, dtype=dtype, param_dtype=dtype)

@@ -32,6 +32,7 @@ from dllm.train import sharding
 from dllm.train.run import part
 
 WEIGHTS = "weights.npz"
+LEFT_OUT = "(left out)"
 MACHINE = (("data", "path"), ("train", "init_from"))  # keys of the config that name places
 
 
@@ -43,14 +44,16 @@ def is_release(workdir: str | Path) -> bool:
 def write(folder: str | Path, config: Mapping[str, Any], params: Any, step: int, extra: Mapping[str, bytes]) -> list[Path]:
     """Writes the release and returns its files, the weights last. `extra`: words.txt.gz, or the files of tokenizer/, by their paths.
 
-    Raises UserError if a weight doesn't fit in float16, or the folder holds a run.
+    Raises UserError if a weight doesn't fit in float16, or the folder holds a run or a release.
     """
     folder = Path(folder)
+    if (folder / WEIGHTS).exists():
+        raise UserError(f"{folder} holds a release already; delete it, or give this one a folder of its own")
     if (folder / "checkpoints").exists():
         raise UserError(f"{folder} holds a training run; give the release a folder of its own")
     config = {section: dict(keys) for section, keys in config.items()}
     for section, key in MACHINE:
-        config.setdefault(section, {})[key] = ""
+        config.setdefault(section, {})[key] = LEFT_OUT if config[section].get(key) else ""
     arrays = {"step": np.int64(step)}
     for name, leaf in named_leaves(jax.device_get(params)).items():
         with np.errstate(over="ignore"):

@@ -49,7 +49,7 @@ def test_there_and_back(programs, checkpoints, tmp_path):
     assert json.loads((back / "config.json").read_text()) == json.loads((src / "config.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "w"]
     line = complaint(programs.run("convert_hf", "--model=qwen3", f"--src={workdir}", f"--dst={tmp_path / 'q'}", "--reverse"))
-    assert "holds a model of type sdar, not --model=qwen3; pass the family that it is" in line
+    assert "holds a model of type sdar, not --model=qwen3; pass --model=sdar" in line
     before = files(tmp_path)
     line = complaint(programs.run("convert_hf", "--model=sdar", f"--src={src}", f"--dst={workdir}"))
     assert "holds a model already; give the new one a folder of its own" in line
@@ -95,7 +95,7 @@ def cut(folder):
         (edit(mask_token_id=23), ("--model=sdar",), "nothing says the block length; pass --block"),
         (None, ("--model=sdar", "--block=4"), "model.mask_id is 151669; make it an id below model.vocab = 24"),
         (None, ("--model=sdar-1.7b",), "the checkpoint has vocab=24, and sdar-1.7b vocab=151936"),
-        (None, ("--model=llama",), "is of model_type 'qwen3', from which no llama is made; pass the --model that it is"),
+        (None, ("--model=llama",), "is of model_type 'qwen3', from which no llama is made; pass --model=sdar or qwen3"),
         (None, ("--model=gemma",), "no public model 'gemma'; there are the families sdar, qwen3, llama, stories, and qwen3-0.6b"),
         (None, ("--model=qwen3", "--block=two"), "--block"),
         (None, ("--model=qwen3", "--reverse"), "holds no checkpoint"),

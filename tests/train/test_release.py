@@ -59,7 +59,7 @@ def test_the_config_names_no_place(written):
     assert "somewhere" not in text
     assert "elsewhere" not in text
     wanted = RUN.to_dict()
-    wanted["data"]["path"] = wanted["train"]["init_from"] = ""
+    wanted["data"]["path"] = wanted["train"]["init_from"] = "(left out)"
     assert json.loads(text) == json.loads(json.dumps(wanted))
     assert RUN.to_dict()["data"]["path"] == "/somewhere/text8"
 
@@ -74,6 +74,10 @@ def test_what_can_not_be_released(written, tmp_path):
     with pytest.raises(UserError, match="float16 doesn't"):
         release.write(tmp_path, RUN.to_dict(), large, 7, {})
     assert list(tmp_path.iterdir()) == []
+    before = (written[0] / "weights.npz").read_bytes()
+    with pytest.raises(UserError, match="holds a release already"):
+        release.write(written[0], RUN.to_dict(), written[1], 8, {})
+    assert (written[0] / "weights.npz").read_bytes() == before
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="holds a training run"):
         release.write(tmp_path, RUN.to_dict(), written[1], 7, {})

@@ -6,7 +6,7 @@
     python experiments/train.py       --config=configs/stories_sdar.py:b4 --workdir=runs/stories/b4
 
 Presets: configs/stories_sdar.py:b4 and :b8, blocks of 4 and 8 tokens; runs/stories/start_b8 is converted with --block=8. 290 thousand
-parameters, 40 minutes on 2 CPU cores.
+parameters; 57 minutes on 2 CPU cores that had other work too. Results: experiments/results/stories_sdar.
 """
 
 import dataclasses

@@ -2,8 +2,9 @@
 
     python experiments/plot.py --sweep=runs/text8/nfe [--sweep=...] --x=nfe --y=spelling [--compare]
 
-Writes FIRST_SWEEP/<y>_<x>.png and .svg (or --out). One colour a sampler, one line style a model; error bars are one standard error;
-dashed lines are real held-out text and its shuffled characters. A curve joins, in order of passes, the rows that differ only in --knobs.
+Writes FIRST_SWEEP/<y>_<x>.png and .svg (or --out). One colour a sampler (a curve, of samplers of many), one line style a model; error bars
+are one standard error; dashed lines are real held-out text and its shuffled characters. A curve joins, in order of passes, the rows that
+differ only in --knobs.
 --compare prints how many times fewer passes each curve needs than the baseline, at the qualities that both reach, and writes it all to
 FIRST_SWEEP/<y>_compare.json (or OUT_compare.json). The curves of the sampler --baseline, of all models in the sweeps, are one baseline
 together, the best of them at each quality; and each of them is one alone. So a twin without causal layers joins the model's own draft:
@@ -33,10 +34,10 @@ NAMES = {
     "spelling_inner": "spelling accuracy, whole words",
     "entropy": "unigram entropy of a sequence (nats)",
     "entropy_pooled": "unigram entropy, pooled (nats)",
-    "gen_nll": "NLL under the judge (nats a character)",
+    "gen_nll": "NLL under the judge (nats a symbol)",
 }
 COLOURS = {"ancestral": "#3d3d3d", "self_speculative": "#d1495b", "confidence": "#1f77b4", "autoregressive": "#2a9d8f"}
-MORE_COLOURS = ("#e09f3e", "#7b5ea7", "#8d6e63", "#c77cba", "#7f9172")  # in turn, for samplers without one of their own
+MORE_COLOURS = ("#e09f3e", "#7b5ea7", "#8d6e63", "#c77cba", "#7f9172", "#1b6ca8", "#b23a48", "#4d908e")  # in turn, where there is no own
 STYLES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -64,16 +65,20 @@ def draw(panels: dict[str, list[Curve]], y: str, reference: dict[str, Any], out:
     curves = next(iter(panels.values()))
     models = list(dict.fromkeys(c.model for c in curves))
     others = sorted({c.sampler for c in curves} - set(COLOURS))
-    colour = COLOURS | {s: MORE_COLOURS[i % len(MORE_COLOURS)] for i, s in enumerate(others)}
     rc = {"font.size": 10, "svg.hashsalt": "dllm", "axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(rc):
-        figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5.4 * len(panels), 4.4), sharey=True, squeeze=False, layout="constrained")
+        width = 1 + 5.4 * len(panels)
+        columns = int(width / (0.8 + 0.07 * max(len(c.label) for c in curves)))  # of the legend: inches, of the figure and of a label
+        columns = max(1, min(columns, len(curves), 2 * len(panels)))
+        size = (width, 4.0 + 0.2 * -(-len(curves) // columns))
+        figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
         for ax, (x, panel) in zip(axes[0], panels.items(), strict=True):
             twins: dict[tuple[str, str], int] = {}
             for curve in panel:
                 twin = twins[curve.sampler, curve.model] = twins.get((curve.sampler, curve.model), -1) + 1
                 nfe, value, error = np.array([(p.nfe_B.mean(), p.quality.value, p.quality.stderr) for p in curve.points]).T
-                line = {"color": colour[curve.sampler], "linestyle": STYLES[models.index(curve.model) % len(STYLES)]}
+                shade = MORE_COLOURS[(others.index(curve.sampler) + twin) % len(MORE_COLOURS)] if curve.sampler in others else None
+                line = {"color": shade or COLOURS[curve.sampler], "linestyle": STYLES[models.index(curve.model) % len(STYLES)]}
                 mark = {"marker": MARKERS[twin % len(MARKERS)], "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.5}
                 ax.errorbar(nfe, value, np.nan_to_num(error), label=curve.label, linewidth=1.8, elinewidth=1, capsize=2.5, **line, **mark)
             for side, text in (("ceiling", "held-out text"), ("floor", "shuffled characters")):
@@ -88,7 +93,7 @@ def draw(panels: dict[str, list[Curve]], y: str, reference: dict[str, Any], out:
             ax.margins(y=0.08)
         axes[0, 0].set_ylabel(NAMES.get(y, y))
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 2 * len(panels)), frameon=False, handlelength=2.8)
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False, handlelength=2.8)
         for ending, how in (("png", {"dpi": 180}), ("svg", {"metadata": {"Date": None}})):
             picture = io.BytesIO()
             figure.savefig(picture, format=ending, **how)

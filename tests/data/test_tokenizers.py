@@ -19,7 +19,7 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 def shared(*names: str) -> Path:
     path = SHARED.joinpath(*names)
     if not path.exists():
-        pytest.skip(f"{path} isn't there")
+        pytest.skip(f"reads real files, and {'/'.join(names)} is not beside the project")
     return path
 
 

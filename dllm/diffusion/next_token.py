@@ -30,8 +30,8 @@ def loss(
 
 
 def first_scored(functions: Any) -> int:
-    """Returns the position of the first token that the model gives a probability; takes the bound functions, or their class."""
-    return 1 if hasattr(functions, "mask_id") else 0
+    """Returns the position of the first token that the model gives a probability."""
+    return 1 - functions.lead
 
 
 def token_logprobs(functions: Any, tokens_BL: Int[Array, "B L"]) -> Float[Array, "B L"]:

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Integer
 
 from dllm.core.types import UserError
-from dllm.diffusion.next_token import first_scored, token_logprobs
+from dllm.diffusion.next_token import token_logprobs
 from dllm.evals.stats import Context, Metric
-from dllm.samplers.loop import kind
+from dllm.samplers.loop import kind, lead
 
 NEEDS = ("judge",)  # of the Context
 BATCH = 128  # sequences a pass of the judge, fewer where these would have more than LOGITS logits
@@ -42,7 +42,7 @@ def evaluate(tokens_BL: Integer[np.ndarray, "B L"], lengths_B: Integer[np.ndarra
     parts = [score(judge.variables, padded_BL[start : start + step]) for start in range(0, len(padded_BL), step)]
     nll_BL = np.concatenate(jax.device_get(parts)).astype(np.float64)
     valid_BL = np.arange(tokens_BL.shape[1])[None, :] < lengths_B[:, None]
-    scored_B = np.maximum(lengths_B - first_scored(judge.model_module.Functions), 0)
+    scored_B = np.maximum(lengths_B - (1 - lead(judge.model_config)), 0)
     return {"gen_nll": Metric(np.where(valid_BL, nll_BL[: len(tokens_BL)], 0.0).sum(axis=1), scored_B.astype(np.float64))}
 
 

@@ -1,39 +1,85 @@
-"""The one call site of attention."""
+"""The call sites of attention: over a pass's own rows, and over the cache."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
+from dllm.models.cache import Cache
 from dllm.ops.masks import CleanNoisy, Mask
+
+CHUNK = 512  # cached keys read at a time where the cache is longer: no copy of a layer's keys, and none read behind the longest row
 
 
 def attention(
-    q_BQHK: Float[Array, "B Q H K"],
-    k_BSGK: Float[Array, "B S G K"],
-    v_BSGK: Float[Array, "B S G K"],
+    q_BLHK: Float[Array, "B L H K"],
+    k_BLGK: Float[Array, "B L G K"],
+    v_BLGK: Float[Array, "B L G K"],
     mask: Mask,
-    start_B: Int[Array, "B"] | None = None,
     segment_BL: Int[Array, "B L"] | None = None,
-) -> Float[Array, "B Q H K"]:
+) -> Float[Array, "B L H K"]:
     """Returns grouped-query attention, softmax(q k^T / sqrt(K)) v, with H / G query heads to a key head.
 
-    Query row r has index start + r, key column s has index s; the mask compares these. With `start_B` the keys are a cache of which
-    only start + Q columns are filled. Without it queries and keys are the same rows, from index 0. `segment` numbers the documents of
-    packed rows (no cache then): a row reads only keys of its own document.
+    Queries and keys are the same rows, of index 0 and up; the mask compares these. `segment` numbers the documents of packed rows: a row
+    reads only keys of its own document.
     """
-    if start_B is None and isinstance(mask, CleanNoisy) and mask.length % mask.block == 0:
-        return _clean_noisy(q_BQHK, k_BSGK, v_BSGK, mask, segment_BL)
-    B, Q, H, K = q_BQHK.shape
-    S, G = k_BSGK.shape[1:3]
-    first_B11 = jnp.zeros((1, 1, 1), jnp.int32) if start_B is None else start_B[:, None, None]
-    query_index, key_index = first_B11 + jnp.arange(Q, dtype=jnp.int32)[None, :, None], jnp.arange(S, dtype=jnp.int32)[None, None]
-    allow_BQS = mask.allowed(query_index, key_index, first_B11)
-    if start_B is not None:
-        allow_BQS &= key_index < first_B11 + Q
+    if isinstance(mask, CleanNoisy) and mask.length % mask.block == 0:
+        return _clean_noisy(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL)
+    index_L = jnp.arange(q_BLHK.shape[1], dtype=jnp.int32)
+    allow_BLL = mask.allowed(index_L[None, :, None], index_L[None, None], jnp.zeros((1, 1, 1), jnp.int32))
     if segment_BL is not None:
-        allow_BQS &= segment_BL[:, :, None] == segment_BL[:, None, :]
+        allow_BLL &= segment_BL[:, :, None] == segment_BL[:, None, :]
+    return _mix(q_BLHK, k_BLGK, v_BLGK, allow_BLL)
+
+
+def cached_attention(q_BQHK: Float[Array, "B Q H K"], cache: Cache, layer: Int[Array, ""], mask: Mask) -> Float[Array, "B Q H K"]:
+    """Returns attention over the keys and values of `layer`, into which this pass's rows were written (Cache.write).
+
+    Query row r has index length + r, slot s has index s; the mask compares these. What lies beyond length + Q is not read.
+    """
+    (B, Q, H, K), S, G = q_BQHK.shape, *cache.k.shape[2:4]
+    start_B11 = cache.lengths_B[:, None, None]
+    query_index = start_B11 + jnp.arange(Q, dtype=jnp.int32)[None, :, None]
+
+    def allowed(key_index):
+        return mask.allowed(query_index, key_index, start_B11) & (key_index < start_B11 + Q)
+
+    if S <= CHUNK:
+        k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, 0, keepdims=False) for c in (cache.k, cache.v))
+        return _mix(q_BQHK, k_BSGK, v_BSGK, allowed(jnp.arange(S, dtype=jnp.int32)[None, None]))
+
+    # Softmax in chunks (Milakov and Gimelshein, arXiv 1805.02867): of what was read so far, the largest score, and sums less by that.
+    q_BQGRK = q_BQHK.reshape(B, Q, G, H // G, K)
+    wide = jnp.promote_types(q_BQHK.dtype, jnp.float32)
+
+    def read(c, state):
+        most_BGRQ, total_BGRQ, mixed_BGRQK = state
+        first = jnp.minimum(c * CHUNK, S - CHUNK)  # the last chunk begins earlier, and leaves out what was read
+        zero = jnp.zeros_like(first)
+        part = lambda kept: lax.dynamic_slice(kept, (layer.astype(first.dtype), zero, first, zero, zero), (1, B, CHUNK, G, K))[0]
+        key_index = (first + jnp.arange(CHUNK, dtype=jnp.int32))[None, None]
+        allow_BQC = allowed(key_index) & (key_index >= c * CHUNK)
+        score_BGRQC = jnp.einsum("bqgrk,bcgk->bgrqc", q_BQGRK, part(cache.k), preferred_element_type=wide) * K**-0.5
+        score_BGRQC = jnp.where(allow_BQC[:, None, None], score_BGRQC, -1e30)
+        new_BGRQ = jnp.maximum(most_BGRQ, score_BGRQC.max(-1))
+        keep_BGRQ, weight_BGRQC = jnp.exp(most_BGRQ - new_BGRQ), jnp.exp(score_BGRQC - new_BGRQ[..., None])
+        more = jnp.einsum("bgrqc,bcgk->bgrqk", weight_BGRQC.astype(cache.v.dtype), part(cache.v), preferred_element_type=wide)
+        return new_BGRQ, total_BGRQ * keep_BGRQ + weight_BGRQC.sum(-1), mixed_BGRQK * keep_BGRQ[..., None] + more
+
+    shape = (B, G, H // G, Q)
+    state = jnp.full(shape, -1e30, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, K), wide)
+    chunks = jnp.minimum(-(-(cache.lengths_B.max() + Q) // CHUNK), -(-S // CHUNK))
+    _, total_BGRQ, mixed_BGRQK = lax.fori_loop(jnp.int32(0), chunks, read, state)
+    mixed_BGRQK = (mixed_BGRQK / total_BGRQ[..., None]).astype(cache.v.dtype)
+    return mixed_BGRQK.transpose(0, 3, 1, 2, 4).reshape(B, Q, H, K)
+
+
+def _mix(
+    q_BQHK: Float[Array, "B Q H K"], k_BSGK: Float[Array, "B S G K"], v_BSGK: Float[Array, "B S G K"], allow_BQS: Bool[Array, "#B Q S"]
+) -> Float[Array, "B Q H K"]:
+    (B, Q, H, K), G = q_BQHK.shape, k_BSGK.shape[2]
     q_BQGRK = q_BQHK.reshape(B, Q, G, H // G, K)
     att_BGRQS = jnp.einsum("bqgrk,bsgk->bgrqs", q_BQGRK, k_BSGK, preferred_element_type=jnp.promote_types(q_BQHK.dtype, jnp.float32))
     att_BGRQS = jax.nn.softmax(jnp.where(allow_BQS[:, None, None], att_BGRQS * K**-0.5, -1e30))

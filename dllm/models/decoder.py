@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm.core.types import UserError
 from dllm.models import moe
-from dllm.models.attention import attention
+from dllm.models.attention import attention, cached_attention
 from dllm.models.cache import Cache
-from dllm.ops.layers import Dense, RMSNorm
+from dllm.ops.layers import Dense, Lora, RMSNorm
 from dllm.ops.masks import Mask
 from dllm.ops.rotary import Table, rotary_table, rotate
 
@@ -30,6 +30,10 @@ RULES = (
     (r"head/kernel$", ("fsdp", None)),
     (r"(q|k|v|gate|up)/kernel$", ("fsdp", "tensor")),
     (r"(o|down)/kernel$", ("tensor", "fsdp")),
+    (r"lora/.*(q|k|v|gate|up)/a$", ("fsdp", None)),
+    (r"lora/.*(q|k|v|gate|up)/b$", (None, "tensor")),
+    (r"lora/.*(o|down)/a$", ("tensor", None)),
+    (r"lora/.*(o|down)/b$", (None, "fsdp")),
     *moe.RULES,
     (r"scale$", ()),
 )
@@ -43,6 +47,7 @@ class BlockConfig:
     """The shape of one block. `dtype` is that of the activations, `param_dtype` that of the parameters.
 
     experts, experts_per_token  of a sparse MLP (models/moe.py), each of width `mlp`; 0: one dense MLP
+    lora   an adapter of the products named in it, on the rows whose gate is open (ops/layers.py)
     norm   RMSNorm's rounding, "fused" or "eager" (ops/layers.py)
     remat  recompute a block's inside in the backward pass: a fifth of the memory. Even of time on CPU, where touching the memory of
            saved activations costs as much as the products (a step of the hybrid's `mini`: 0.95 against 1.3 core seconds).
@@ -61,6 +66,7 @@ class BlockConfig:
     experts: int = 0
     experts_per_token: int = 0
     param_dtype: str = "float32"
+    lora: Lora | None = None
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -96,17 +102,18 @@ class Block(nn.Module):
         query_table: Table,
         key_table: Table,
         segment_BL: Int[Array, "B L"] | None = None,
+        gate_BL: Bool[Array, "B L"] | None = None,
     ) -> tuple[tuple[Float[Array, "B L D"], Cache | None], None]:
         cfg, (h_BLD, cache) = self.config, carry
         B, L, D = h_BLD.shape
         quiet = (2 * self.depth) ** -0.5
-        dense = lambda name, features, gain=1.0: Dense(features, gain, cfg.param_dtype, name=name)
+        dense = lambda name, features, x, gain=1.0: Dense(features, gain, cfg.param_dtype, cfg.lora, name=name)(x, gate_BL)
         norm = lambda name: RMSNorm(cfg.eps, cfg.norm, cfg.param_dtype, name=name)
 
         x_BLD = norm("attn_norm")(h_BLD)
-        q_BLHK = dense("q", cfg.heads * cfg.head_width)(x_BLD).reshape(B, L, cfg.heads, cfg.head_width)
-        k_BLGK = dense("k", cfg.kv_heads * cfg.head_width)(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
-        v_BLGK = dense("v", cfg.kv_heads * cfg.head_width)(x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
+        q_BLHK = dense("q", cfg.heads * cfg.head_width, x_BLD).reshape(B, L, cfg.heads, cfg.head_width)
+        k_BLGK = dense("k", cfg.kv_heads * cfg.head_width, x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
+        v_BLGK = dense("v", cfg.kv_heads * cfg.head_width, x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
         if cfg.qk_norm:
             q_BLHK, k_BLGK = norm("q_norm")(q_BLHK), norm("k_norm")(k_BLGK)
         q_BLHK, k_BLGK = rotate(q_BLHK, query_table), rotate(k_BLGK, key_table)
@@ -114,16 +121,15 @@ class Block(nn.Module):
             mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL=segment_BL)
         else:
             cache = cache.write(layer, k_BLGK, v_BLGK)
-            k_BSGK, v_BSGK = (lax.dynamic_index_in_dim(c, layer, 0, keepdims=False) for c in (cache.k, cache.v))
-            mixed_BLHK = attention(q_BLHK, k_BSGK, v_BSGK, mask, cache.lengths_B)
-        h_BLD = h_BLD + dense("o", D, quiet)(mixed_BLHK.reshape(B, L, -1))
+            mixed_BLHK = cached_attention(q_BLHK, cache, layer, mask)
+        h_BLD = h_BLD + dense("o", D, mixed_BLHK.reshape(B, L, -1), quiet)
 
         x_BLD = norm("mlp_norm")(h_BLD)
         if cfg.experts:
             h_BLD = h_BLD + moe.SparseMLP(cfg.experts, cfg.experts_per_token, cfg.mlp, quiet, cfg.param_dtype, name="moe")(x_BLD)
         else:
-            x_BLF = nn.silu(dense("gate", cfg.mlp)(x_BLD)) * dense("up", cfg.mlp)(x_BLD)
-            h_BLD = h_BLD + dense("down", D, quiet)(x_BLF)
+            x_BLF = nn.silu(dense("gate", cfg.mlp, x_BLD)) * dense("up", cfg.mlp, x_BLD)
+            h_BLD = h_BLD + dense("down", D, x_BLF, quiet)
         return (constrain(h_BLD), cache), None
 
 
@@ -142,6 +148,7 @@ class Stack(nn.Module):
         key_table: Table,
         cache: Cache | None = None,
         segment_BL: Int[Array, "B L"] | None = None,
+        gate_BL: Bool[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, "B L D"], Cache | None]:
         """Returns (h, cache): the last block's output, and the cache with this call's keys and values written (None without one).
 
@@ -150,15 +157,15 @@ class Stack(nn.Module):
         block = nn.remat(Block, prevent_cse=False) if self.config.remat and cache is None else Block
         scanned = nn.scan(
             block,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
+            variable_axes={"params": 0, "lora": 0},
+            split_rngs={"params": True, "lora": True},
             length=self.layers,
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, *[nn.broadcast] * 5),
             check_constancy_invariants=False,  # spares one of the two traces
         )
         layer = jnp.arange(self.layers, dtype=jnp.int32)
         # nn.scan drops keyword arguments, so all are positional.
-        arguments = layer, mask, query_table, key_table, segment_BL
+        arguments = layer, mask, query_table, key_table, segment_BL, gate_BL
         carry, _ = scanned(self.config, self.layers, name="layers")((constrain(h_BLD), cache), *arguments)
         return carry
 
@@ -193,16 +200,34 @@ class Decoder(nn.Module):
         mask: Mask,
         at_BW: Int[Array, "B W"] | None = None,
         segment_BQ: Int[Array, "B Q"] | None = None,
+        gate_BQ: Bool[Array, "B Q"] | None = None,
     ) -> tuple[Float[Array, "B W V"], Cache | None]:
         """Returns (logits, cache). Rotary positions are given; the mask compares sequence indices, cache length + row.
 
         at       the rows whose logits are wanted; all by default. The head is most of a small model's pass
         segment  the document that each row belongs to, where a row holds several; without a cache only
+        gate     rows that the adapter acts on, if there is one
         """
-        table = rotary_table(positions_BQ[:, :, None], self.config.head_width, self.theta)
-        h_BQD, cache = self.stack(self.embed(tokens_BQ), mask, table, table, cache, segment_BQ)
+        h_BQD, cache = self.hidden(cache, tokens_BQ, positions_BQ, mask, segment_BQ, gate_BQ)
         if at_BW is not None:
             h_BQD = jnp.take_along_axis(h_BQD, at_BW[:, :, None], 1)
-        h_BWD = self.norm(h_BQD)
+        return self.logits(h_BQD), cache
+
+    def hidden(
+        self,
+        cache: Cache | None,
+        tokens_BQ: Int[Array, "B Q"],
+        positions_BQ: Int[Array, "B Q"],
+        mask: Mask,
+        segment_BQ: Int[Array, "B Q"] | None = None,
+        gate_BQ: Bool[Array, "B Q"] | None = None,
+    ) -> tuple[Float[Array, "B Q D"], Cache | None]:
+        """Returns (the last block's output, cache): what `logits` takes."""
+        table = rotary_table(positions_BQ[:, :, None], self.config.head_width, self.theta)
+        return self.stack(self.embed(tokens_BQ), mask, table, table, cache, segment_BQ, gate_BQ)
+
+    def logits(self, h_BWD: Float[Array, "B W D"]) -> Float[Array, "B W V"]:
+        """Returns the logits of any rows."""
+        h_BWD = self.norm(h_BWD)
         logits_BWV = self.embed.attend(h_BWD)[:, :, : self.vocab] if self.tied else self.head(h_BWD)
-        return logits_BWV.astype(jnp.promote_types(logits_BWV.dtype, jnp.float32)), cache
+        return logits_BWV.astype(jnp.promote_types(logits_BWV.dtype, jnp.float32))

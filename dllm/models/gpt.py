@@ -50,6 +50,7 @@ class Functions(NamedTuple):
     empty_cache: Callable[[int, int], Cache]
     vocab: int
     length: int
+    lead: int = 1  # rows before that of the first token
 
 
 def build(config: Config) -> decoder.Decoder:

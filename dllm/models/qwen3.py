@@ -73,6 +73,7 @@ class Functions(NamedTuple):
     length: int
     block: int
     mask_id: int
+    lead: int = 0  # rows before that of the first token
 
 
 def build(config: Config) -> decoder.Decoder:
@@ -83,7 +84,7 @@ def build(config: Config) -> decoder.Decoder:
         raise UserError(f"model.block is {config.block}; make it 1 to model.length = {config.length}")
     if not -1 <= config.mask_id < config.vocab:
         raise UserError(f"model.mask_id is {config.mask_id}; make it an id below model.vocab = {config.vocab}, or -1 for none")
-    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(decoder.BlockConfig)}
+    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(decoder.BlockConfig) if hasattr(config, f.name)}
     return decoder.Decoder(decoder.BlockConfig(**shared), config.layers, config.vocab, extra=0, theta=config.theta, tied=config.tied)
 
 

@@ -28,6 +28,8 @@ class Purpose(enum.IntEnum):
     ACCEPT = 2  # accept tests
     RESIDUAL = 3  # the token after a rejection
     TOKEN = 4  # tokens of samplers without a draft
+    NOISE = 5  # what stands in rows that a draft is read from
+    CLEAN = 6  # the target's own token before a draft
 
 
 class Slot(NamedTuple):
@@ -63,7 +65,7 @@ class ScriptedDraws:
 
 
 Draws = KeyedDraws | ScriptedDraws
-WIDE = 4096
+WIDE = 128
 
 
 def float32_at_least(x: Array) -> Array:
@@ -83,6 +85,13 @@ def categorical(draws: Draws, slot: Slot, logits: Float[Array, "B W V"]) -> tupl
         draw = _in_two_stages if wide else lambda key, row: jax.random.categorical(key, row, mode="high")
         return jax.vmap(jax.vmap(draw))(_keys(draws, slot), logits).astype(jnp.int32), draws
     return _replay(draws, slot, jax.nn.log_softmax(logits))
+
+
+def uniform(draws: Draws, slot: Slot, count: int) -> tuple[Int[Array, "B W"], Draws]:
+    """Returns a uniform draw from range(count) for each slot."""
+    if isinstance(draws, KeyedDraws):
+        return jax.vmap(jax.vmap(lambda key: jax.random.randint(key, (), 0, count, jnp.int32)))(_keys(draws, slot)), draws
+    return _replay(draws, slot, jnp.full((*slot.position.shape, count), -jnp.log(float(count)), draws.log_prob.dtype))
 
 
 def first(draws: Draws, slot: Slot, log_p: Float[Array, "B W"], outcome: bool) -> tuple[Int[Array, "B"], Draws]:

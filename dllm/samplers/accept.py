@@ -25,7 +25,7 @@ Verification = Literal["chain", "block"]
 
 class Verdict(NamedTuple):
     column: Int[Array, "B"]  # the first column that is not accepted; W if all that count are
-    token: Int[Array, "B"]  # the token to put there; meaningless if column is W
+    token: Int[Array, "B"]  # the token to put there; without a bonus meaningless if column is W
     draws: Draws
 
 
@@ -36,11 +36,14 @@ def judge(
     draft_BWV: Float[Array, "B W V"],
     target_BWV: Float[Array, "B W V"],
     verification: Verification,
+    bonus: tuple[Float[Array, "B V"], Slot] | None = None,
 ) -> Verdict:
     """Returns how far a draft is accepted, and the token behind it.
 
     `draft` and `target` are log-probabilities; tokens were drawn from softmax(draft), and target's column w holds the law given the
     tokens before w. slot.where marks the columns that count, a contiguous stretch of each row; slot.position names their draws.
+    `bonus` is the target's law behind the last column that counts, and the one slot a row of the token that is drawn from it where all are
+    accepted.
     The residual is the law proportional to max(0, scale x target - draft), with scale 1 in a chain and the weight of the accepted
     prefix in a block; where rounding leaves it empty, the target takes its place.
     """
@@ -62,8 +65,13 @@ def judge(
     law_BV = residual(
         *(jnp.take_along_axis(x, at_B1[:, :, None], 1)[:, 0] for x in (draft_BWV, target_BWV)), jnp.take_along_axis(scale_BW, at_B1, 1)
     )
-    position_B1 = jnp.take_along_axis(slot.position, at_B1, 1)
-    token_B1, draws = categorical(draws, Slot(Purpose.RESIDUAL, position_B1, slot.cycle, (column_B < columns)[:, None]), law_BV[:, None])
+    position_B1, where_B1 = jnp.take_along_axis(slot.position, at_B1, 1), (column_B < columns)[:, None]
+    if bonus is not None:
+        all_B, (bonus_BV, slot_B1) = column_B == columns, bonus
+        law_BV = jnp.where(all_B[:, None], bonus_BV, law_BV)
+        position_B1 = jnp.where(all_B[:, None], slot_B1.position, position_B1)
+        where_B1 = jnp.where(all_B[:, None], slot_B1.where, where_B1)
+    token_B1, draws = categorical(draws, Slot(Purpose.RESIDUAL, position_B1, slot.cycle, where_B1), law_BV[:, None])
     return Verdict(column_B.astype(jnp.int32), token_B1[:, 0], draws)
 
 

@@ -13,12 +13,12 @@ from jaxtyping import Array, Int
 from dllm.core.types import UserError
 from dllm.ops import masks
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
-from dllm.ops.passes import count, no_passes
+from dllm.ops.passes import count
 from dllm.ops.settings import Settings, shape_logits
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, put
+from dllm.samplers.loop import Prompt, Samples, chosen, pick, prefill, put
 
 LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
-MODEL = "autoregressive"  # what it goes with, as samplers.loop.kind says it
+MODEL = ("autoregressive", "uno")  # what it goes with, as samplers.loop.kind says it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +42,14 @@ def sample(
     if options.grow < 0:
         raise UserError(f"grow must be 1 or more, or 0 for all slots, got {options.grow}")
     batch, length = prompt.tokens.shape
-    lead = 0 if hasattr(functions, "mask_id") else 1  # rows before that of the first token
+    lead = functions.lead
     filled_B = prompt.given.sum(1, dtype=jnp.int32)
     end_B = jnp.minimum(length, jnp.where(settings.max_new < length, filled_B + settings.max_new, length))
     begin_B1 = jnp.full((batch, 1), functions.vocab, jnp.int32)
-    position_BL = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
-
-    def prefill(cache):
-        inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if lead else prompt.tokens
-        return functions.forward(cache, inputs_BL, position_BL, masks.causal)[1]
-
+    inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if lead else prompt.tokens
     # The last given token is read by the first step.
-    cache = lax.cond((filled_B > 1 - lead).any(), prefill, lambda cache: cache, functions.empty_cache(batch, length))
+    rows_B = filled_B - 1 + lead
+    cache, passes = prefill(functions, functions.empty_cache(batch, length), inputs_BL, rows_B, end_B > filled_B, masks.causal)
 
     def live(state, stop):
         return state[2] < jnp.minimum(state[3], stop)
@@ -74,7 +70,6 @@ def sample(
         end_B = jnp.where((live_B1 & stopped_B1)[:, 0], filled_B, end_B)
         return tokens_BL, logprobs_BL, filled_B, end_B, count(passes, "ar", live_B1[:, 0], 1), cache, draws
 
-    passes = count(no_passes(batch), "prefill", filled_B > 1 - lead, length)
     state = (prompt.tokens * prompt.given, jnp.zeros((batch, length), jnp.float32), filled_B, end_B, passes, cache, draws)
     stops = [*range(options.grow, length, options.grow)] if options.grow else []
     for stop in [*stops, length]:  # a row that is longer already waits: what it would write falls behind the slots

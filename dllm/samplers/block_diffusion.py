@@ -36,12 +36,11 @@ from jaxtyping import Array, Bool, Float, Int
 from dllm.core.types import UserError
 from dllm.ops import masks
 from dllm.ops.draws import Draws, Purpose, Slot, categorical, permutation
-from dllm.ops.passes import Passes, count, no_passes
+from dllm.ops.passes import count
 from dllm.ops.settings import Settings, shape_logits
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, put, require_fit, to_sequence
+from dllm.samplers.loop import Prompt, Samples, chosen, pick, prefill, put, require_fit, to_sequence
 
 LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
-PREFILL = 256  # prompt tokens a prefill pass, rounded up to whole blocks: it bounds the scores' memory, chunk x slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +187,9 @@ def begin(
     if options.select == "random":
         order_BL = permutation(draws, length) if order_BL is None else order_BL
         rank_BL = to_sequence(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length)), order_BL)
-    cache, passes = _prefill(functions, tokens_BL, given_B // functions.block * functions.block, end_B > given_B)
+    block = functions.block
+    cache, rows_B = functions.empty_cache(batch, -(-length // block) * block), given_B // block * block
+    cache, passes = prefill(functions, cache, tokens_BL, rows_B, end_B > given_B, masks.BlockCausal(block), block)
     logprobs_BL, cycle_B = jnp.zeros((batch, length), jnp.float32), jnp.zeros((batch,), jnp.int32)
     return State(tokens_BL, logprobs_BL, given_B, end_B, cycle_B, rank_BL, cache, passes, draws)
 
@@ -252,26 +253,6 @@ def _check(functions: Any, options: Options) -> None:
     for key, low in (("n", 1), ("gamma", 0), ("factor", 0)):
         if not getattr(options, key) >= low:
             raise UserError(f"{key} must be {low} or more, got {getattr(options, key)}")
-
-
-def _prefill(functions: Any, tokens_BL: Array, prefix_B: Array, wanted_B: Array) -> tuple[Any, Passes]:
-    """Returns the cache with each row's first `prefix` tokens, whole blocks, and the passes that took. No row wants it: no pass."""
-    batch, length = tokens_BL.shape
-    slots = -(-length // functions.block) * functions.block
-    chunk = min(slots, -(-PREFILL // functions.block) * functions.block)  # of whole blocks: no block may see half of itself
-    padded = jnp.pad(tokens_BL, ((0, 0), (0, -(-slots // chunk) * chunk - length)))
-
-    def read(state):
-        start, cache, passes = state
-        inputs_BQ = lax.dynamic_slice_in_dim(padded, start, chunk, 1)
-        position_BQ = jnp.broadcast_to(start + jnp.arange(chunk, dtype=jnp.int32)[None], (batch, chunk))
-        cache = cache.replace(lengths_B=jnp.full((batch,), start))
-        _, cache = functions.forward(cache, inputs_BQ, position_BQ, masks.BlockCausal(functions.block))
-        return start + chunk, cache, count(passes, "prefill", wanted_B & (prefix_B > start), chunk)
-
-    state = jnp.int32(0), functions.empty_cache(batch, slots), no_passes(batch)
-    _, cache, passes = lax.while_loop(lambda state: (wanted_B & (prefix_B > state[0])).any(), read, state)
-    return cache.replace(lengths_B=prefix_B), passes
 
 
 def _forward(functions: Any, options: Options, cache: Any, now: _Block, commit_B: Array) -> tuple[Array, Any]:

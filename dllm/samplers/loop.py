@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm.core.types import UserError
 from dllm.ops.draws import Draws, permutation
-from dllm.ops.passes import Passes
+from dllm.ops.passes import Passes, count, no_passes
 from dllm.ops.settings import Settings
+
+PREFILL = 256  # prompt tokens a pass: it bounds the memory of scores
 
 
 @struct.dataclass
@@ -66,10 +69,18 @@ def require_prefix(prompt: Prompt) -> None:
 
 
 def kind(model: ModuleType, config: Any) -> str:
-    """Returns what a model is to samplers and objectives: "hybrid", "block" (block diffusion: it has a MASK id) or "autoregressive"."""
+    """Returns what a model is to samplers and objectives: "hybrid", "block" (block diffusion: it has a MASK id), "autoregressive", or
+    "uno", that with an adapter which drafts."""
     if not hasattr(model.Functions, "forward"):
         return "hybrid"
+    if hasattr(model.Functions, "make_noise"):
+        return "uno"
     return "block" if getattr(config, "mask_id", -1) >= 0 else "autoregressive"
+
+
+def lead(config: Any) -> int:
+    """Returns how many rows an autoregressive model reads before that of the first token: 1, a BOS of its own, or 0."""
+    return int(getattr(config, "begins", not hasattr(config, "mask_id")))
 
 
 def require_fit(sampler: ModuleType, model: ModuleType, config: Any = None) -> None:
@@ -78,14 +89,16 @@ def require_fit(sampler: ModuleType, model: ModuleType, config: Any = None) -> N
 
     Without the model's config nothing is known of its MASK: then a model that may have one goes with either.
     """
-    wanted, have = getattr(sampler, "MODEL", "block" if getattr(sampler, "LEFT_TO_RIGHT", False) else "hybrid"), kind(model, config)
-    unknown = config is None and hasattr(model.Functions, "mask_id") and wanted != "hybrid"
-    if wanted != have and not unknown:
+    wanted = getattr(sampler, "MODEL", ("block",) if getattr(sampler, "LEFT_TO_RIGHT", False) else ("hybrid",))
+    have = kind(model, config)
+    unknown = config is None and hasattr(model.Functions, "mask_id") and wanted not in (("hybrid",), ("uno",))
+    if have not in wanted and not unknown:
         names = [module.__name__.rpartition(".")[2] for module in (sampler, model)]
         mask = f" of mask_id={config.mask_id}" if hasattr(config, "mask_id") else ""
         raise UserError(
-            f"the sampler {names[0]} doesn't go with the model {names[1]}{mask}: autoregressive is for gpt, and for qwen3 with "
-            "mask_id=-1, block_diffusion and self_verified are for qwen3 with a mask_id, all others are for hybrid"
+            f"the sampler {names[0]} doesn't go with the model {names[1]}{mask}: autoregressive and prompt_lookup are for "
+            "gpt, uno, and qwen3 with mask_id=-1; psi_spec is for uno; block_diffusion and self_verified are for qwen3 with a mask_id; all "
+            "others are for hybrid"
         )
 
 
@@ -95,7 +108,7 @@ def opening(model: ModuleType, config: Any, tokenizer: Any) -> list[int]:
 
     Raises UserError where such a model's tokenizer has none.
     """
-    reads = kind(model, config) == "autoregressive" and hasattr(config, "mask_id")
+    reads = kind(model, config) in ("autoregressive", "uno") and not lead(config)
     if reads and tokenizer.bos is None:
         raise UserError("the model predicts what follows a token, and its tokenizer has none that begins a text: give a prompt")
     return [tokenizer.bos] if reads or tokenizer.begins else []
@@ -112,6 +125,30 @@ def compile_sampler(sampler: ModuleType, model: ModuleType, config: Any, options
         return sampler.sample(model.bind(config, variables), options, settings, draws, prompt)
 
     return jax.jit(run)
+
+
+def prefill(
+    functions: Any, cache: Any, inputs_BL: Int[Array, "B L"], rows_B: Int[Array, "B"], wanted_B: Bool[Array, "B"], mask: Any, block: int = 1
+) -> tuple[Any, Passes]:
+    """Returns the cache, filled with each row's first `rows` inputs, and the passes that took: over PREFILL rows or fewer, in whole
+    blocks, since no block may see half of itself. No row wants it: no pass.
+
+    What a shorter row gets behind its own is overwritten before it is read.
+    """
+    batch, length = inputs_BL.shape
+    blocks = lambda rows: -(-rows // block) * block
+    chunk = min(blocks(length), blocks(PREFILL))
+    padded = jnp.pad(inputs_BL, ((0, 0), (0, -(-length // chunk) * chunk - length)))
+
+    def read(state):
+        start, cache, passes = state
+        inputs_BQ = lax.dynamic_slice_in_dim(padded, start, chunk, 1)
+        position_BQ = jnp.broadcast_to(start + jnp.arange(chunk, dtype=jnp.int32)[None], (batch, chunk))
+        cache = functions.forward(cache.replace(lengths_B=jnp.full((batch,), start)), inputs_BQ, position_BQ, mask)[1]
+        return start + chunk, cache, count(passes, "prefill", wanted_B & (rows_B > start), chunk)
+
+    state = lax.while_loop(lambda state: (wanted_B & (rows_B > state[0])).any(), read, (jnp.int32(0), cache, no_passes(batch)))
+    return state[1].replace(lengths_B=rows_B), state[2]
 
 
 def to_ranks(

@@ -21,10 +21,10 @@ from dllm.core.types import UserError
 from dllm.models.cache import Cache
 from dllm.ops import masks
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
-from dllm.ops.passes import count, no_passes
+from dllm.ops.passes import count
 from dllm.ops.settings import Settings, shape_logits
 from dllm.samplers.accept import Verification, judge
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, put
+from dllm.samplers.loop import Prompt, Samples, chosen, pick, prefill, put
 
 LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
 
@@ -100,14 +100,10 @@ def sample(
         proposed_B, accepted_B = proposed_B + new_B, accepted_B + new_B - (rejected_B & (verdict.column < new_B))
         return tokens_BL, logprobs_BL, settled_B, end_B, cycle_B + 1, passes, proposed_B, accepted_B, cache, verdict.draws
 
-    def prefill(cache):
-        position_BL = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (batch, length))
-        return functions.forward(cache, prompt.tokens, position_BL, masks.causal)[1]
-
     # Behind the last token there is room for a verifying pass, so that none of its rows is dropped. The last given token is read by the
     # first draft.
-    cache = lax.cond((begin_B > 1).any(), prefill, lambda cache: cache, functions.empty_cache(batch, length + 2 * window))
-    passes = count(no_passes(batch), "prefill", begin_B > 1, length)
+    cache = functions.empty_cache(batch, length + 2 * window)
+    cache, passes = prefill(functions, cache, prompt.tokens, begin_B - 1, end_B > begin_B, masks.causal)
     none = jnp.zeros((batch,), jnp.int32)
     logprobs_BL = jnp.zeros((batch, length), jnp.float32)
     state = (prompt.tokens * prompt.given, logprobs_BL, begin_B, end_B, none, passes, none, none, cache, draws)

@@ -3,7 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm.models.attention import attention
+from dllm.models import attention as attention_module
+from dllm.models.attention import attention, cached_attention
+from dllm.models.cache import Cache
 from dllm.ops import masks
 
 B, L, H, G, K, BLOCK = 2, 12, 4, 2, 8, 4
@@ -45,3 +47,31 @@ def test_bfloat16_follows_float32():
     half = attention(*(x.astype(jnp.bfloat16) for x in qkv), mask)
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(half.astype(jnp.float32), attention(*qkv, mask), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.causal, masks.tail, masks.BlockCausal(4), masks.CleanNoisy(1, 2)], ids=lambda mask: type(mask).__name__
+)
+def test_a_long_cache_is_read_in_chunks_to_the_same_numbers(mask, monkeypatch, float64):
+    """21 slots in chunks of 8: the last overlaps the one before. Slots that aren't filled hold numbers that would show."""
+    slots, Q = 21, 4
+    keys, values = (50 * jax.random.normal(jax.random.key(i), (3, 4, slots, G, K), jnp.float64) for i in (1, 2))
+    q = jax.random.normal(jax.random.key(0), (4, Q, H, K), jnp.float64)
+    cache = Cache(keys, values, jnp.array([0, 4, 8, 17], jnp.int32))
+    run = lambda rows: jax.jit(lambda q, cache: cached_attention(q, cache, jnp.int32(1), mask))(q[rows], jax.tree.map(rows_of(rows), cache))
+    rows_of = lambda rows: lambda x: x[:, rows] if x.ndim == 5 else x[rows]
+    whole = run(slice(0, 4))
+    monkeypatch.setattr(attention_module, "CHUNK", 8)
+    chunked = run(slice(0, 4))
+    np.testing.assert_allclose(chunked, whole, atol=1e-12)
+    for b in range(4):  # a row's numbers don't hang on how far its neighbours are
+        np.testing.assert_array_equal(run(slice(b, b + 1)), chunked[b : b + 1])
+
+
+def test_a_long_cache_is_not_copied():
+    slots = 8192
+    cache = jax.eval_shape(lambda: Cache.empty(2, 1, slots, 2, 64, jnp.float32))
+    q = jax.ShapeDtypeStruct((1, 4, 4, 64), jnp.float32)
+    memory = jax.jit(lambda q, cache: cached_attention(q, cache, jnp.int32(1), masks.causal)).lower(q, cache).compile().memory_analysis()
+    layer = 2 * slots * 2 * 64 * 4
+    assert memory.temp_size_in_bytes < 0.2 * layer

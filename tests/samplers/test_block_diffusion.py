@@ -22,7 +22,7 @@ from dllm.ops import masks
 from dllm.ops.draws import KeyedDraws, Purpose, enumerate_scripts, scripted
 from dllm.ops.passes import KINDS
 from dllm.ops.settings import make_settings
-from dllm.samplers import block_diffusion
+from dllm.samplers import block_diffusion, loop
 from dllm.samplers.block_diffusion import PRESETS, Options
 from dllm.samplers.loop import Prompt, compile_sampler, empty_prompt, make_prompt
 from tests.samplers.block_tables import Functions, choose, conditional, exact, law_of_blocks, make_joint, make_table, variation
@@ -650,7 +650,7 @@ def test_the_cache_holds_clean_keys_and_values():
 def test_long_prompts_are_read_in_chunks_of_whole_blocks(monkeypatch):
     """https://github.com/InternLM/lmdeploy/pull/4012 (chunks end on block edges: same tokens)"""
     whole = draw(NETWORK["dynamic"])
-    monkeypatch.setattr(block_diffusion, "PREFILL", 5)  # chunks of 8
+    monkeypatch.setattr(loop, "PREFILL", 5)  # chunks of 8
     chunks = jax.device_get(
         compile_sampler(block_diffusion, qwen3, CONFIG, NETWORK["dynamic"])(
             network(), make_settings(ROWS, CONFIG.vocab), keyed(), make_prompt(PROMPTS, 16)

@@ -166,7 +166,7 @@ def test_an_autoregressive_qwen3_reads_the_token_before(grow):
         assert tokens[: len(row)] == row
     assert samples.lengths.tolist() == [8, 8, 8, 8, 4]
     assert samples.passes.ar.tolist() == [7, 6, 1, 0, 3]
-    assert samples.passes.prefill.tolist() == [0, 1, 1, 1, 0]
+    assert samples.passes.prefill.tolist() == [0, 1, 1, 0, 0]
     expect = jax.jit(lambda v, x: token_logprobs(qwen3.bind(config, v), x))(variables, samples.tokens)
     new = (jnp.arange(8)[None] >= jnp.asarray([len(row) for row in prompts])[:, None]) & (jnp.arange(8)[None] < samples.lengths[:, None])
     np.testing.assert_allclose(samples.logprobs, jnp.where(new, expect, 0), atol=1e-5)
@@ -182,7 +182,7 @@ def test_what_goes_with_what():
     masked = qwen3.Config(mask_id=27, vocab=28)
     for sampler in (block_diffusion, self_verified):
         require_fit(sampler, qwen3, masked)
-        with pytest.raises(UserError, match="qwen3 of mask_id=-1: autoregressive is for gpt, and for qwen3 with mask_id=-1"):
+        with pytest.raises(UserError, match="qwen3 of mask_id=-1: autoregressive and prompt_lookup are for gpt, uno, and qwen3 with mask_id=-1"):
             require_fit(sampler, qwen3, config)
     require_fit(autoregressive, qwen3, config)
     for sampler, model, settings in ((autoregressive, qwen3, masked), (ancestral, qwen3, masked), (block_diffusion, gpt, gpt.Config())):

@@ -157,3 +157,17 @@ def test_a_workdir_without_its_tokenizer(tokens, programs, tmp_path):
     (tmp_path / "bd" / "tokenizer").mkdir()
     (tmp_path / "bd" / "tokenizer" / "tok.bin").write_bytes(b"\0" * 6)
     assert "tok.bin is no llama2.c tokenizer, or cut off" in complaint(programs.run("sample", *flags))
+
+
+def test_schedule_names_the_flags_of_the_best_interval(tokens, programs, tmp_path):
+    shutil.copytree(tokens / "bd", tmp_path / "bd")
+    done = programs.run("schedule", f"--workdir={tmp_path / 'bd'}", f"--data_path={tokens / 'corpus'}", "--num=0", "--by=nelbo")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "bd" / "schedule.json").read_text())
+    variances = [interval["nelbo"] for interval in found["intervals"]]
+    assert found["chunks"] == 16
+    assert variances == sorted(variances)
+    best = found["intervals"][0]
+    assert f"best: --config.objective.low={best['low']} --config.objective.high={best['high']}" in done.out
+    done = programs.run("schedule", f"--workdir={tokens / 'ar'}")
+    assert "block-diffusion" in complaint(done)

@@ -182,7 +182,9 @@ def test_what_goes_with_what():
     masked = qwen3.Config(mask_id=27, vocab=28)
     for sampler in (block_diffusion, self_verified):
         require_fit(sampler, qwen3, masked)
-        with pytest.raises(UserError, match="qwen3 of mask_id=-1: autoregressive and prompt_lookup are for gpt, uno, and qwen3 with mask_id=-1"):
+        with pytest.raises(
+            UserError, match="qwen3 of mask_id=-1: autoregressive and prompt_lookup are for gpt, uno, and qwen3 with mask_id=-1"
+        ):
             require_fit(sampler, qwen3, config)
     require_fit(autoregressive, qwen3, config)
     for sampler, model, settings in ((autoregressive, qwen3, masked), (ancestral, qwen3, masked), (block_diffusion, gpt, gpt.Config())):

@@ -2,12 +2,14 @@
 
     python experiments/bench_decode.py --model=sdar-1.7b --layers=4 [--batch=4] [--out=FOLDER]      # a public shape, random weights
     python experiments/bench_decode.py --workdir=runs/stories/b4 --batch=32 --new=128 --repetitions=15     # a trained run
+    python experiments/bench_decode.py --workdir=runs/stories/uno --batch=32 --new=128 --repetitions=15    # one with an adapter that drafts
 
 Four tables, all of the same weights; with --out, their rows are appended to OUT/bench_decode.jsonl.
 
-context  ms of a pass over one block (of one sequence) behind so many tokens in the cache, over a fused pair of blocks, and over one token
-         (autoregression); and of the pass without a cache, which reads the context anew. That one is skipped, with the reason, where it
-         would take longer than --longest or more than --gib of temporaries. Contexts may be longer than the model's own.
+context  ms of a pass over one block (of one sequence) behind so many tokens in the cache, over a fused pair of blocks (with an adapter: of
+         a draft and of a verifying pass of 8 rows), and over one token (autoregression); and of the pass without a cache, which reads the
+         context anew. That one is skipped, with the reason, where it would take longer than --longest or more than --gib of temporaries.
+         Contexts may be longer than the model's own.
 commit   ms of the fused pass (a finished block, and the next one's first look) against two passes, one after the other, by batch.
 sampler  passes a token by kind, then `ratio`: wall time / (executed passes by kind x ms of each as a bare jitted forward), the median and
          quartiles over --repetitions in which the two take turns; `cpu` is the same in CPU seconds. Rows are given prompts of --given
@@ -21,6 +23,7 @@ Five minutes on two idle CPU cores for the first command, and 8 GB of memory.
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -31,8 +34,10 @@ from dllm.core.config import main, to_dataclass, writable_folder
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
 from dllm.evals import decode_speed, results, speed
-from dllm.models import public, qwen3
+from dllm.models import public, qwen3, uno
 from dllm.models.decoder import DTYPES
+from dllm.ops import masks
+from dllm.samplers import psi_spec
 from dllm.train.checkpoint import load_run
 
 FLAGS = flags.FLAGS
@@ -64,19 +69,27 @@ STRATEGIES = {
     "autoregressive": ("autoregressive", {}),
 }
 SAME_LOOP = ("dynamic fused", "dynamic separate")  # as static, in what memory it takes
+DRAFTING = {  # of a run with an adapter
+    "two passes": ("psi_spec", {}),
+    "two passes, block": ("psi_spec", {"verification": "block"}),
+    "single pass": ("psi_spec", {"single_pass": True}),
+    "autoregressive": ("autoregressive", {}),
+}
 
 
-def load() -> tuple[str, qwen3.Config, Any, int]:
-    """Returns (name, config, variables, the model's own depth)."""
+def load() -> tuple[str, ModuleType, qwen3.Config, Any, int]:
+    """Returns (name, model, config, variables, the model's own depth)."""
     if (FLAGS.workdir is None) == (FLAGS.model is None):
         raise UserError("pass one of --model=NAME (a public shape, random weights) and --workdir=RUN")
     if FLAGS.workdir is not None:
         if FLAGS.layers or FLAGS.block or FLAGS.dtype:
             raise UserError("--layers, --block and --dtype belong to --model; a run has its own")
         run = load_run(FLAGS.workdir, FLAGS.step)
-        if run.model_module is not qwen3 or run.model_config.mask_id < 0:
-            raise UserError(f"{FLAGS.workdir} holds no block-diffusion model: pass the workdir of a qwen3 run with a mask_id")
-        return f"{FLAGS.workdir}, step {run.step}", run.model_config, run.variables, run.model_config.layers
+        if run.model_module is not uno and (run.model_module is not qwen3 or run.model_config.mask_id < 0):
+            raise UserError(
+                f"{FLAGS.workdir} holds no block-diffusion model: pass the workdir of a qwen3 run with a mask_id, or of an uno run"
+            )
+        return f"{FLAGS.workdir}, step {run.step}", run.model_module, run.model_config, run.variables, run.model_config.layers
     public.family(FLAGS.model)
     if FLAGS.model not in public.MODELS:
         raise UserError(f"--model={FLAGS.model} is a family; pass one of {', '.join(public.MODELS)}")
@@ -91,7 +104,7 @@ def load() -> tuple[str, qwen3.Config, Any, int]:
         changes |= dict(vocab=config.vocab + 1, mask_id=config.vocab, tied=False)
     dtype = FLAGS.dtype or ("float32" if jax.default_backend() == "cpu" else config.dtype)
     config = dataclasses.replace(config, **changes, dtype=dtype, param_dtype=dtype)
-    return f"{FLAGS.model}, random weights", config, qwen3.init(config, jax.random.key(FLAGS.seed)), own
+    return f"{FLAGS.model}, random weights", qwen3, config, qwen3.init(config, jax.random.key(FLAGS.seed)), own
 
 
 def numbers(name: str, low: int = 1) -> list[int]:
@@ -102,15 +115,17 @@ def numbers(name: str, low: int = 1) -> list[int]:
     return [int(x) for x in values]
 
 
-def contexts(config: qwen3.Config, variables: Any) -> Any:
+def contexts(model: ModuleType, config: qwen3.Config, variables: Any) -> Any:
     """Yields a row of the table `context` for each of --contexts."""
-    block, last, rate = config.block, "", 0.0
-    bare = lambda forward, *most: decode_speed.bare_forward(qwen3, config, variables, 1, forward, *most)
-    print(f"\n{'context':>8} {'block ms':>10} {'fused ms':>10} {'one ms':>10} {'uncached ms':>12}")
+    last, rate, drafts = "", 0.0, model is uno
+    rows = psi_spec.Options().length if drafts else config.block
+    passes = {"block": decode_speed.block_pass, "fused": decode_speed.fused_pass}
+    passes = {"draft": decode_speed.draft_pass, "verify": decode_speed.verify_pass} if drafts else passes
+    bare = lambda forward, *most: decode_speed.bare_forward(model, config, variables, 1, forward, *most)
+    print(f"\n{'context':>8} " + " ".join(f"{name + ' ms':>10}" for name in (*passes, "one")) + f" {'uncached ms':>12}")
     for context in numbers("contexts"):
-        passes = {"block": decode_speed.block_pass, "fused": decode_speed.fused_pass}
-        calls = {name: bare(shape(block, context)) for name, shape in passes.items()} | {"one": bare(decode_speed.ar_pass(context))}
-        uncached = decode_speed.uncached_pass(block, context)
+        calls = {name: bare(shape(rows, context)) for name, shape in passes.items()} | {"one": bare(decode_speed.ar_pass(context))}
+        uncached = decode_speed.uncached_pass(rows, context, masks.causal if drafts else None)
         try:
             if rate * uncached.rows > FLAGS.longest:
                 raise UserError(f"{rate * uncached.rows:.0f} s or more; --longest={FLAGS.longest:g}")
@@ -120,7 +135,7 @@ def contexts(config: qwen3.Config, variables: Any) -> Any:
         ms = {name: 1e3 * s for name, s in decode_speed.time_forwards(calls, FLAGS.repetitions, FLAGS.budget).items()}
         rate = ms["uncached"] / 1e3 / uncached.rows if "uncached" in ms else rate
         last = f"{ms['uncached']:12.2f}" if "uncached" in ms else f"{'skipped':>12}  ({skipped})"
-        print(f"{context:8} {ms['block']:10.2f} {ms['fused']:10.2f} {ms['one']:10.2f} {last}", flush=True)
+        print(f"{context:8} " + " ".join(f"{ms[name]:10.2f}" for name in (*passes, "one")) + f" {last}", flush=True)
         yield {"context": context, "batch": 1, "ms": ms, "skipped": skipped}
 
 
@@ -137,20 +152,20 @@ def commits(config: qwen3.Config, variables: Any) -> Any:
         yield {"context": context, "batch": batch, "ms": ms, "gain": gain}
 
 
-def resolve(strategy: str, config: qwen3.Config) -> tuple[Any, Any, qwen3.Config, Any]:
+def resolve(strategy: str, model: ModuleType, config: qwen3.Config) -> tuple[Any, Any, qwen3.Config, Any]:
     """Returns (sampler, model, config, options): for autoregression the same weights under a config without a MASK."""
-    name, changes = STRATEGIES[strategy]
+    name, changes = (DRAFTING if model is uno else STRATEGIES)[strategy]
     module = lookup("samplers", name)
     config = dataclasses.replace(config, mask_id=-1) if name == "autoregressive" else config
-    return module, qwen3, config, to_dataclass(module.Options, changes, "option")
+    return module, model, config, to_dataclass(module.Options, changes, "option")
 
 
-def samplers(config: qwen3.Config, variables: Any, strategies: list[str]) -> Any:
+def samplers(model: ModuleType, config: qwen3.Config, variables: Any, strategies: list[str]) -> Any:
     """Yields a row of the table `sampler` for each strategy. Raises UserError if a program leaves the device."""
     given, batch = numbers("given"), FLAGS.batch
     print(f"\n{'sampler':17} {'ratio':>5} {'quartiles':>11} {'cpu':>5} {'wall ms':>9} {'tokens/s':>9}  passes a token; executed x ms")
     for strategy in strategies:
-        static = resolve(strategy, config)
+        static = resolve(strategy, model, config)
         program = decode_speed.prepare(*static, variables, batch, given, FLAGS.new, FLAGS.seed)
         if found := speed.leaves_device(program.run.as_text()):
             raise UserError(f"the program of {strategy} leaves the device: {', '.join(found)}")
@@ -172,15 +187,15 @@ def samplers(config: qwen3.Config, variables: Any, strategies: list[str]) -> Any
         yield row
 
 
-def memories(config: qwen3.Config, variables: Any, strategies: list[str], own: int) -> Any:
+def memories(model: ModuleType, config: qwen3.Config, variables: Any, strategies: list[str], own: int) -> Any:
     """Yields rows of the table `memory` for each strategy whose loop is another: of the model at hand, and at its own depth."""
     length = max(numbers("contexts"))
     print(f"\n{'loop':17} {'layers':>6} {'cache MiB':>10} {'temporary MiB':>14} {'share':>6}   batch {FLAGS.batch}, context {length}")
     for strategy in [s for s in strategies if s not in SAME_LOOP or s.replace("dynamic", "static") not in strategies]:
         for layers in dict.fromkeys((config.layers, own)):
             whole = dataclasses.replace(config, layers=layers)
-            shapes = jax.eval_shape(lambda key, whole=whole: qwen3.init(whole, key), jax.random.key(0))
-            sampler, model, whole, options = resolve(strategy, whole)
+            shapes = jax.eval_shape(lambda key, whole=whole: model.init(whole, key), jax.random.key(0))
+            sampler, _, whole, options = resolve(strategy, model, whole)
             plan = decode_speed.loop_memory(sampler, model, whole, options, shapes, FLAGS.batch, length)
             share, mib = plan["temp"] / plan["cache"], {key: size / 2**20 for key, size in plan.items()}
             print(f"{strategy:17} {layers:6} {mib['cache']:10.1f} {mib['temp']:14.1f} {share:6.1%}", flush=True)
@@ -188,14 +203,15 @@ def memories(config: qwen3.Config, variables: Any, strategies: list[str], own: i
 
 
 def run() -> None:
-    name, config, variables, own = load()
-    strategies = FLAGS.strategy or list(STRATEGIES)
+    name, model, config, variables, own = load()
+    known = DRAFTING if model is uno else STRATEGIES
+    strategies = FLAGS.strategy or list(known)
     for strategy in strategies:
-        if strategy not in STRATEGIES:
-            raise UserError(f"no strategy {strategy!r}; there are: {', '.join(STRATEGIES)}")
+        if strategy not in known:
+            raise UserError(f"no strategy {strategy!r}; there are: {', '.join(known)}")
     for key in ("contexts", "batches", "given"):
         numbers(key)
-    if odd := [context for context in numbers("contexts") if context % config.block]:
+    if model is qwen3 and (odd := [context for context in numbers("contexts") if context % config.block]):
         raise UserError(f"--contexts has {odd[0]}, and a block is {config.block} tokens: make it a multiple")
     out = writable_folder(FLAGS.out) / "bench_decode.jsonl" if FLAGS.out else None
     if out:
@@ -205,10 +221,10 @@ def run() -> None:
     about |= {"platform": device.platform, "device": device.device_kind, "jax": jax.__version__}
     print(f"{name}: {parameters:,} parameters, {config.layers} layers, block {config.block}, {config.dtype}, {device.device_kind}")
     tables = {
-        "context": contexts(config, variables),
-        "commit": commits(config, variables),
-        "sampler": samplers(config, variables, strategies),
-        "memory": memories(config, variables, strategies, own),
+        "context": contexts(model, config, variables),
+        "commit": commits(config, variables) if model is qwen3 else [],
+        "sampler": samplers(model, config, variables, strategies),
+        "memory": memories(model, config, variables, strategies, own),
     }
     for table, rows in tables.items():
         for row in rows:

@@ -31,7 +31,7 @@ from dllm.ops.draws import KeyedDraws
 from dllm.ops.settings import make_settings
 from dllm.samplers import loop
 from dllm.train import checkpoint, sharding, step, workdir
-from dllm.train.run import Run, check_corpus, run_config
+from dllm.train.run import Run, check_corpus, run_config, stages
 from dllm.train.state import SAMPLE, abstract, create, stream
 from dllm.train.writer import Writer
 
@@ -60,14 +60,16 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
     check_corpus(run, corpus, tokenizer.mask)
     batches = pipeline.train_batches(corpus.train, length, plan.batch, plan.seed, *process)
     valid = pipeline.eval_batches(corpus.valid, length, plan.batch, plan.eval_batches, *process)
-    train_step, eval_step = step.make_train_step(run, mesh), step.make_eval_step(run, mesh)
+    train_steps = {first: step.make_train_step(stage, mesh) for first, stage in stages(run)}
+    eval_step = step.make_eval_step(run, mesh)
     samples = make_samples(run, mesh, tokenizer) if run.sampler else None
     due = lambda now, every: every > 0 and (now % every == 0 or now == plan.steps)
 
     # State: this workdir's last checkpoint, or else another run's weights, or else fresh.
     state, origin = abstract(run, mesh), ""
     like = lambda x_BL: jax.ShapeDtypeStruct((plan.batch, length), x_BL.dtype, sharding=sharding.batch_sharding(mesh))
-    jax.eval_shape(train_step, state, jax.tree.map(like, valid[0]))
+    for train_step in train_steps.values():
+        jax.eval_shape(train_step, state, jax.tree.map(like, valid[0]))
     if not checkpoint.complete_steps(folder):
         state, origin = create(run, mesh), "from scratch"
         if plan.init_from:
@@ -109,6 +111,7 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
             before = None
             for now in range(start + 1, plan.steps + 1):
                 batch = step.put(next(batches), mesh)
+                train_step = train_steps[max(first for first in train_steps if first < now)]
                 with jax.transfer_guard("disallow"):
                     state, metrics = train_step(state, batch)
                 if before:

@@ -5,6 +5,7 @@ See dllm/evals/speed.py for how executed passes are counted, and for what a samp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,11 +30,14 @@ class Forward(NamedTuple):
     rows: int
     logits: int  # rows whose logits are computed; 0: none, the pass fills the cache
     slots: int  # of the cache; 0: there is none, the rows are the whole sequence
+    gated: bool = False  # some rows have the adapter
 
     def name(self) -> str:
         """Returns what the samplers use a pass of this shape for, and its rows."""
         if not self.logits:
             return f"prefill_{self.rows}"
+        if self.gated or (isinstance(self.mask, masks.Causal) and self.rows > 1):
+            return f"{'draft' if self.gated else 'verify'}_{self.rows}"
         if not isinstance(self.mask, masks.BlockCausal):
             return {masks.Tail: "draft", masks.CleanNoisy: "verify", masks.Causal: "ar"}[type(self.mask)] + f"_{self.rows}"
         return f"{'fused' if self.rows > self.mask.block else 'block'}_{self.rows}"
@@ -54,17 +58,38 @@ def ar_pass(context: int) -> Forward:
     return Forward(masks.causal, 1, 1, context + 1)
 
 
-def uncached_pass(block: int, context: int) -> Forward:
-    """Returns the pass that denoises a block without a cache: it reads the context anew."""
-    return Forward(masks.BlockCausal(block), context + block, block, 0)
+def draft_pass(rows: int, context: int) -> Forward:
+    """Returns the pass of a seed and noise rows."""
+    return Forward(masks.causal, rows, rows, context + rows, gated=True)
 
 
-def kind(name: str, cache: Any, tokens_BQ: Any, positions_BQ: Any, mask: masks.Mask, at_BW: Any = None) -> Forward:
-    """Returns which Forward a sampler's call of the model's `forward` is. More rows than two blocks: a prompt, whose logits go unused."""
-    rows = tokens_BQ.shape[1]
-    most = {masks.BlockCausal: lambda: 2 * mask.block, masks.Causal: lambda: 1}.get(type(mask), lambda: rows)()
+def verify_pass(rows: int, context: int) -> Forward:
+    """Returns the pass that judges a draft behind a token that is settled."""
+    return Forward(masks.causal, rows, rows, context + rows)
+
+
+def uncached_pass(block: int, context: int, mask: masks.Mask | None = None) -> Forward:
+    """Returns the pass that denoises a block (or, causal, judges so many tokens) without a cache: it reads the context anew."""
+    return Forward(masks.BlockCausal(block) if mask is None else mask, context + block, block, 0)
+
+
+def kind(
+    name: str,
+    cache: Any,
+    tokens_BQ: Any,
+    positions_BQ: Any,
+    mask: masks.Mask,
+    at_BW: Any = None,
+    segment_BQ: Any = None,
+    gate_BQ: Any = None,
+    window: int = 1,
+) -> Forward:
+    """Returns which Forward a sampler's call of the model's `forward` is. More rows than two blocks, or causal ones than `window` that
+    aren't gated: a prompt, whose logits go unused."""
+    rows, gated = tokens_BQ.shape[1], gate_BQ is not None
+    most = {masks.BlockCausal: lambda: 2 * mask.block, masks.Causal: lambda: rows if gated else window}.get(type(mask), lambda: rows)()
     logits = 0 if rows > most else rows if at_BW is None else at_BW.shape[1]
-    return Forward(mask, rows, logits, cache.k.shape[2])
+    return Forward(mask, rows, logits, cache.k.shape[2], gated)
 
 
 def prepare(
@@ -77,12 +102,14 @@ def prepare(
     """
     rng, mask_id, block = np.random.default_rng(seed), config.mask_id, config.block
     prompts = [rng.integers(config.vocab - (mask_id >= 0), size=given[b % len(given)]) for b in range(batch)]
+    window = getattr(options, "length", 1)  # rows that psi_spec verifies at once
     end = -(-(max(given) + new) // block) * block
-    length = max(end, 3 * block)  # `kind` tells a prompt by its length
+    length = max(end, 3 * block, window + 1)  # `kind` tells a prompt by its length
     prompt = make_prompt([(ids + (ids >= mask_id) * (mask_id >= 0)).tolist() for ids in prompts], length)
     draws = KeyedDraws(jax.random.key(seed), jnp.arange(batch, dtype=jnp.int32))
     settings = make_settings(batch, config.vocab, max_new=[end - len(ids) for ids in prompts])
-    return speed.compile_and_count(sampler, model, config, options, (variables, settings, draws, prompt), kind)
+    arguments = (variables, settings, draws, prompt)
+    return speed.compile_and_count(sampler, model, config, options, arguments, functools.partial(kind, window=window))
 
 
 def written(program: speed.Program) -> int:
@@ -108,10 +135,12 @@ def bare_forward(
     filled = max(forward.slots - forward.rows, 0)
     rows = jnp.broadcast_to(jnp.arange(forward.rows, dtype=jnp.int32)[None], (batch, forward.rows))
     at_BW = rows[:, forward.rows - forward.logits :] if 0 < forward.logits < forward.rows else None
-    inputs = rows % config.vocab, filled + rows, at_BW  # arguments: a loop's are no constants
+    gate = (rows > 0,) if forward.gated else ()
+    inputs = rows % config.vocab, filled + rows, at_BW, *gate  # arguments: a loop's are no constants
 
-    def step(variables, cache, tokens_BQ, positions_BQ, at_BW):
-        logits_BWV, cache = model.bind(config, variables).forward(cache, tokens_BQ, positions_BQ, forward.mask, at_BW)
+    def step(variables, cache, tokens_BQ, positions_BQ, at_BW, *gate):
+        further = (None, *gate) if gate else ()
+        logits_BWV, cache = model.bind(config, variables).forward(cache, tokens_BQ, positions_BQ, forward.mask, at_BW, *further)
         return cache, logits_BWV if forward.logits else None
 
     fresh = lambda: model.bind(config, {}).empty_cache(batch, forward.slots).replace(lengths_B=jnp.full((batch,), filled, jnp.int32))

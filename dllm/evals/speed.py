@@ -121,10 +121,10 @@ def count_passes(
     counts: Counter[Any] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            this = kind(name, *args)
+        def call(*args: Any, **further: Any) -> Any:
+            this = kind(name, *args, **further)
             io_callback(lambda: counts.update([this]), None, ordered=True)
-            return function(*args)
+            return function(*args, **further)
 
         return call
 

@@ -93,13 +93,13 @@ def _clean_noisy(
     mask: CleanNoisy,
     segment_BQ: Int[Array, "B Q"] | None,
 ) -> Float[Array, "B Q H K"]:
-    """Returns attention under [clean ; noisy] in two parts, merged by their log-sum-exps: all rows over the clean keys, the noisy rows over
-    those of their own block. 2L x L scores and L x block of them, where the whole square would be 2L x 2L."""
+    """Returns attention under [clean ; noisy]: the clean rows over themselves; the noisy ones over the clean keys and over those of their
+    own block, merged by their log-sum-exps. Twice L x L scores and L x block, where the whole square would be 2L x 2L."""
     (B, Q, H, K), G, L, W = q_BQHK.shape, k_BQGK.shape[2], mask.length, mask.block
     wide = jnp.promote_types(q_BQHK.dtype, jnp.float32)
     index_Q, zero = jnp.arange(Q, dtype=jnp.int32), jnp.zeros((), jnp.int32)
-    q_BQGRK = q_BQHK.reshape(B, Q, G, H // G, K)
     blocks = lambda x: x[:, L:].reshape(B, L // W, W, *x.shape[2:])
+    clean_q, clean_k, clean_v = (lax.stop_gradient(x[:, :L]) if mask.frozen else x[:, :L] for x in (q_BQHK, k_BQGK, v_BQGK))
 
     prefix_BQL = mask.allowed(index_Q[None, :, None], index_Q[None, None, :L], zero)
     at_NW = index_Q[L:].reshape(L // W, W)
@@ -107,16 +107,18 @@ def _clean_noisy(
     if segment_BQ is not None:
         prefix_BQL &= segment_BQ[:, :, None] == segment_BQ[:, None, :L]
         own_BNWW &= blocks(segment_BQ)[:, :, :, None] == blocks(segment_BQ)[:, :, None, :]
+    clean_BLHK = _mix(clean_q, clean_k, clean_v, prefix_BQL[:, :L])
 
     score = lambda spec, q, k, allow: jnp.where(allow, jnp.einsum(spec, q, k, preferred_element_type=wide) * K**-0.5, -1e30)
-    prefix_BGRQL = score("bqgrk,bsgk->bgrqs", q_BQGRK, k_BQGK[:, :L], prefix_BQL[:, None, None])
+    q_BQGRK = q_BQHK.reshape(B, Q, G, H // G, K)
+    prefix_BGRLL = score("bqgrk,bsgk->bgrqs", q_BQGRK[:, L:], clean_k, prefix_BQL[:, None, None, L:])
     own_BGRNWW = score("bnqgrk,bnsgk->bgrnqs", blocks(q_BQGRK), blocks(k_BQGK), own_BNWW[:, None, None])
-    total_BGRQ = jax.nn.logsumexp(prefix_BGRQL, -1)
-    noisy_BGRL = jnp.logaddexp(total_BGRQ[..., L:], jax.nn.logsumexp(own_BGRNWW, -1).reshape(B, G, H // G, L))
-    total_BGRQ = jnp.concatenate([total_BGRQ[..., :L], noisy_BGRL], -1)
+    own_BGRL = jax.nn.logsumexp(own_BGRNWW, -1).reshape(B, G, H // G, L)
+    total_BGRL = jnp.logaddexp(jax.nn.logsumexp(prefix_BGRLL, -1), own_BGRL)
 
     weight = lambda scores, total: jnp.exp(scores - total[..., None]).astype(v_BQGK.dtype)
-    mixed_BQGRK = jnp.einsum("bgrqs,bsgk->bqgrk", weight(prefix_BGRQL, total_BGRQ), v_BQGK[:, :L])
-    own_BGRNWW = weight(own_BGRNWW, noisy_BGRL.reshape(B, G, H // G, L // W, W))
+    mixed_BLGRK = jnp.einsum("bgrqs,bsgk->bqgrk", weight(prefix_BGRLL, total_BGRL), clean_v)
+    own_BGRNWW = weight(own_BGRNWW, total_BGRL.reshape(B, G, H // G, L // W, W))
     own_BNWGRK = jnp.einsum("bgrnqs,bnsgk->bnqgrk", own_BGRNWW, blocks(v_BQGK))
-    return mixed_BQGRK.at[:, L:].add(own_BNWGRK.reshape(B, L, G, H // G, K)).reshape(B, Q, H, K)
+    mixed_BLGRK += own_BNWGRK.reshape(mixed_BLGRK.shape)
+    return jnp.concatenate([clean_BLHK, mixed_BLGRK.reshape(B, L, H, K)], 1)

@@ -18,7 +18,8 @@ class Cache:
     """Keys and values of all layers, and how far each row is filled.
 
     A forward pass writes its rows from `lengths_B` on and reads what lies before. Only the caller moves `lengths_B`: forward to keep
-    what was written, not at all or back to forget it. (Fields are Any because tree transforms put shapes and specs into them.)
+    what was written, not at all or back to forget it; `keep` keeps some of it. (Fields are Any because tree transforms put shapes and
+    specs into them.)
     """
 
     k: Any  # [N B S G K]
@@ -53,6 +54,38 @@ class Cache:
             return lax.scatter(into, at, rows, dims, mode="drop", unique_indices=True, indices_are_sorted=True)
 
         return self.replace(k=put(self.k, k), v=put(self.v, v))
+
+    def keep(self, rows_BQ: Int[Array, "B Q"], n_B: Int[Array, "B"]) -> Cache:
+        """Returns the cache after a pass of which n rows count: those of index rows[:, :n] in the pass (its row 0 lies in slot length),
+        moved to slots [length, length + n) in that order, and the lengths moved behind them.
+
+        What their keys were rotated by stays. Each scatter comes after the gather of all that it moves: no row is read after it was
+        overwritten; in place in a loop.
+        """
+        slots, column_1Q = self.k.shape[2], jnp.arange(rows_BQ.shape[1], dtype=jnp.int32)[None]
+        kept_BQ = column_1Q < n_B[:, None]
+        from_BQ = self.lengths_B[:, None] + rows_BQ
+        to_BQ = jnp.where(kept_BQ, self.lengths_B[:, None] + column_1Q, slots + column_1Q)  # beyond the end: dropped
+        take = lax.GatherDimensionNumbers(
+            offset_dims=(0, 3, 4),
+            collapsed_slice_dims=(2,),
+            start_index_map=(2,),
+            operand_batching_dims=(1,),
+            start_indices_batching_dims=(0,),
+        )
+        dims = lax.ScatterDimensionNumbers(
+            update_window_dims=(0, 3, 4),
+            inserted_window_dims=(2,),
+            scatter_dims_to_operand_dims=(2,),
+            operand_batching_dims=(1,),
+            scatter_indices_batching_dims=(0,),
+        )
+
+        def move(x):
+            rows_NBQGK = lax.gather(x, from_BQ[:, :, None], take, (x.shape[0], 1, 1, *x.shape[3:]), mode="clip")
+            return lax.scatter(x, to_BQ[:, :, None], rows_NBQGK, dims, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+        return self.replace(k=move(self.k), v=move(self.v), lengths_B=self.lengths_B + n_B)
 
 
 def require_room(cache: Cache, rows: int) -> None:

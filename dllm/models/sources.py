@@ -71,7 +71,7 @@ def safetensors(folder: Path) -> Source:
         raise UserError(f"{folder} holds no safetensors; pass the folder of a checkpoint")
     headers, at = {}, {}
     for file in files:
-        with _opened(file) as f:
+        with opened(file) as f:
             for name in f.keys():  # noqa: SIM118 (f is no dict)
                 part = f.get_slice(name)
                 if name in headers:
@@ -85,7 +85,7 @@ def safetensors(folder: Path) -> Source:
 
     def read() -> Iterator[tuple[str, np.ndarray]]:
         for file in files:
-            with _opened(file) as f:
+            with opened(file) as f:
                 for name in f.keys():  # noqa: SIM118
                     yield name, f.get_tensor(name)
 
@@ -237,7 +237,7 @@ def library(name: str) -> Any:
         raise UserError(f"{name.partition('.')[0]} is not installed; pip install -e '.[hf]'") from None
 
 
-def _opened(file: Path) -> Any:
+def opened(file: Path) -> Any:
     """Returns the open file. Raises UserError if it is missing or damaged; the library sees a truncated one when it opens it."""
     try:
         return library("safetensors").safe_open(file, framework="numpy")

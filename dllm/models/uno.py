@@ -106,8 +106,9 @@ def init(config: Config, key: jax.Array) -> dict[str, Any]:
 def bind(config: Config, variables: Any) -> Functions:
     """Returns the model as plain functions. Call it inside the jitted function that uses them."""
     module = build(config)
-    base = {name: tree for name, tree in variables["params"].items() if name != "lora"}
-    collections = lambda gate_BQ: {"params": base} if gate_BQ is None else {"params": base, "lora": variables["params"]["lora"]}
+    base = dict(variables.get("params", {}))
+    lora = base.pop("lora", {})
+    collections = lambda gate_BQ: {"params": base} if gate_BQ is None else {"params": base, "lora": lora}
 
     def forward(cache, tokens_BQ, positions_BQ, mask, at_BW=None, segment_BQ=None, gate_BQ=None):
         return module.apply(collections(gate_BQ), cache, tokens_BQ, positions_BQ, mask, at_BW, segment_BQ, gate_BQ)

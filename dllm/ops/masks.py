@@ -1,14 +1,17 @@
 """Attention masks as small static specs: which key a query may read, told by their indices in the sequence, never by rotary positions.
 
 A spec holds no array and is registered static, so it goes through jit, scan and remat as an argument and is part of their cache key.
+Ancestors is the exception: a tree is data, so that it holds an array, of the pass's own rows alone, and is a pytree.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
@@ -23,9 +26,9 @@ class Mask:
     """
 
     def dense(self, queries: int, keys: int) -> Bool[Array, "Q S"]:
-        """Returns the mask of query rows 0..Q-1 over key columns 0..S-1. For tests and pictures only."""
-        allowed = self.allowed(jnp.arange(queries)[:, None], jnp.arange(keys)[None], jnp.zeros((1, 1), jnp.int32))
-        return jnp.broadcast_to(allowed, (queries, keys))
+        """Returns the mask of query rows 0..Q-1 over key columns 0..S-1, of a batch's first row. For tests and pictures only."""
+        allowed = self.allowed(jnp.arange(queries)[None, :, None], jnp.arange(keys)[None, None], jnp.zeros((1, 1, 1), jnp.int32))
+        return jnp.broadcast_to(allowed[0], (queries, keys))
 
     def show(self, queries: int = 4, keys: int = 4) -> str:
         """Returns the picture: a line for each query, `x` where it reads the key of that column."""
@@ -104,6 +107,7 @@ class CleanNoisy(Mask):
     block: int
     length: int
     causal: bool = False
+    frozen: bool = False  # no gradient goes through the clean rows' attention: nothing that is trained moves them
 
     def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns the rule above. With a cache, `start` is a multiple of `block`."""
@@ -133,6 +137,33 @@ class Tail(Mask):
     def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns key <= query, or any key where the query is behind the first row."""
         return (key_index <= query_index) | (query_index > start)
+
+
+@struct.dataclass
+class Ancestors(Mask):
+    """Row n reads what lies before the pass, and the rows m of the pass where ancestors[:, n, m]. Of a root, two children, and a child of
+    the first of these:
+
+    x . . .
+    x x . .
+    x . x .
+    x x . x
+
+    So one pass runs every path of a tree as a sequence of its own (arXiv 2305.09781, tree attention), if a row's rotary position is its
+    depth behind the cache. A row that may read no other still reads itself.
+    """
+
+    ancestors_BNN: Any  # [B N N] bool, each row itself among them (ops/trees.py)
+
+    def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Returns the rule above, [B Q S]; the indices are [B or 1, Q, 1] and [B or 1, 1, S], start [B or 1, 1, 1], rows N at most."""
+        row_BQ1, column_B1S = query_index - start, key_index - start
+        (batch, nodes, _), queries = self.ancestors_BNN.shape, query_index.shape[1]
+        path_BQN = jnp.take_along_axis(self.ancestors_BNN, jnp.broadcast_to(row_BQ1, (batch, queries, 1)), 1)
+        # A product with a one-hot in place of a gather of single bits, which is slow on accelerators.
+        here_BNS = jnp.broadcast_to(column_B1S, (batch, *column_B1S.shape[1:])) == jnp.arange(nodes)[None, :, None]
+        own_BQS = jnp.einsum("bqn,bns->bqs", path_BQN.astype(jnp.float32), here_BNS.astype(jnp.float32)) > 0
+        return own_BQS | (column_B1S < 0)
 
 
 def _blocks(index: Array, block: int) -> Array:

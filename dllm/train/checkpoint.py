@@ -28,6 +28,8 @@ from dllm.core.config import writable_folder
 from dllm.core.paths import map_named, named_leaves
 from dllm.core.types import UserError
 from dllm.data import tokenizers
+from dllm.models.decoder import BlockConfig
+from dllm.samplers.loop import kind, lead
 from dllm.train import converted, release, sharding
 from dllm.train.run import Run, check_same, is_resolved, part
 from dllm.train.state import TrainState
@@ -187,24 +189,44 @@ def warm_start(state: TrainState, run: Run, mesh: Mesh) -> tuple[TrainState, str
 
     A weight of a narrower type, bfloat16 for float32, is widened.
 
-    Raises UserError if none does, or if one that doesn't is not trained either.
+    Raises UserError if none does, or if one that doesn't is not trained either; and for an adapter, where that model isn't its base.
     """
     workdir = run.train.init_from
     loaded = load_run(workdir, mesh=mesh)
+    if kind(run.model.module, run.model.config) == "uno":
+        _check_base(loaded, run)
     theirs, ours = named_leaves(loaded.variables["params"]), named_leaves(state.params)
     fits = lambda a, b: a.shape == b.shape and jnp.promote_types(a.dtype, b.dtype) == b.dtype
     same = [n for n in ours if n in theirs and fits(theirs[n], ours[n])]
     if not same:
         raise UserError(f"train.init_from={workdir}: none of its parameters has the path and shape of one of this model's")
-    take = lambda name, leaf: jax.device_put(theirs[name].astype(leaf.dtype), leaf.sharding) if name in same else leaf
-    params, ema = map_named(take, state.params), map_named(lambda name, leaf: jnp.copy(take(name, leaf)), state.params)
     new, unused = [n for n in ours if n not in same], [n for n in theirs if n not in same]
     frozen = [name for name in new if not re.search(run.optim.train_only, name)]
     if frozen:
-        raise UserError(f"train.init_from={workdir} has no {frozen[0]} of this shape, and optim.train_only freezes it; train it too")
+        thing = f"train.init_from={workdir} has no {frozen[0]} of this shape"
+        raise UserError(f"{thing}, and optim.train_only freezes it; train it too, or make the models equal")
+    take = lambda name, leaf: jax.device_put(theirs[name].astype(leaf.dtype), leaf.sharding) if name in same else leaf
+    params, ema = map_named(take, state.params), map_named(lambda name, leaf: jnp.copy(take(name, leaf)), state.params)
     text = f"{workdir} step {loaded.step}: {len(same)} of {len(ours)} parameters loaded"
     text += f"; new: {', '.join(new)}" * bool(new) + f"; not used: {', '.join(unused)}" * bool(unused)
     return state.replace(params=params, ema=ema), text
+
+
+def _check_base(loaded: Loaded, run: Run) -> None:
+    """Returns None if the adapter's frozen model is the one loaded, or has this base and adapter: weights alone don't tell heads."""
+    workdir, theirs, ours = run.train.init_from, loaded.model_config, run.model.config
+    if (what := kind(loaded.model_module, theirs)) not in ("autoregressive", "uno"):
+        raise UserError(f"train.init_from={workdir} holds a model that is {what}, and an adapter's base is autoregressive; use such a one")
+    # What a gpt's config leaves out is the block's default, and its BOS the loop's to say.
+    default = {f.name: f.default for f in dataclasses.fields(BlockConfig)} | {"tied": False}
+    value = lambda config, key: bool(lead(config)) if key == "begins" else getattr(config, key, default.get(key))
+    free = ("length", "block", "mask_id", "dtype", "param_dtype", "remat", "targets", "noise", "noise_low", "noise_high", "noise_mask")
+    for key in [f.name for f in dataclasses.fields(ours)]:
+        was, now = value(theirs, key), value(ours, key)
+        if key not in free and was not in (dataclasses.MISSING, None) and was != now:
+            raise UserError(
+                f"train.init_from={workdir} has {key}={was}, and the model {key}={now}; an adapter's base stays: make them equal"
+            )
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, **args: Any) -> Any:

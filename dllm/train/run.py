@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import jax
+
 from dllm.core.config import require, to_dataclass
 from dllm.core.lookup import lookup
+from dllm.core.paths import named_leaves
 from dllm.core.types import UserError
 from dllm.data.corpus import Corpus, DataConfig, Rows
 from dllm.samplers.loop import kind
@@ -102,8 +107,11 @@ def run_config(config: Mapping[str, Any]) -> Run:
         mask = f" of mask_id={run.model.config.mask_id}" if hasattr(run.model.config, "mask_id") else ""
         raise UserError(
             f"the objective {run.objective.name} doesn't go with the model {run.model.name}{mask}: ssmd is for hybrid, next_token for gpt, "
-            "and for qwen3 with mask_id=-1, block_diffusion for qwen3 with a mask_id"
+            "and for qwen3 with mask_id=-1, block_diffusion for qwen3 with a mask_id, uno for uno"
         )
+    if own == "uno":
+        _check_adapter(run)
+    stages(run)
     length, context = run.data.length, run.model.config.length
     require(run.data, "data", ("length",), "positive", lambda x: x >= 1)
     if not hasattr(run.model.config, "block") and length != context:
@@ -111,6 +119,36 @@ def run_config(config: Mapping[str, Any]) -> Run:
     if length > context:
         raise UserError(f"data.length is {length} and model.length, the longest sequence, {context}; make the first at most that")
     return run
+
+
+def stages(run: Run) -> tuple[tuple[int, Run], ...]:
+    """Returns (updates done where it begins, the run that it trains by) of each stage; of most objectives there is one, the run itself.
+
+    Raises UserError where the config's stages don't end with the model.
+    """
+    if not hasattr(run.objective.module, "stages"):
+        return ((0, run),)
+
+    def with_block(block: int) -> Run:
+        return dataclasses.replace(run, model=dataclasses.replace(run.model, config=dataclasses.replace(run.model.config, block=block)))
+
+    found = run.objective.module.stages(run.objective.config, run.model.config.block, run.train.steps)
+    return tuple((first, with_block(block)) for first, block in found)
+
+
+def _check_adapter(run: Run) -> None:
+    """Returns None if a run that trains an adapter trains that alone, on a model that there is."""
+    names = named_leaves(jax.eval_shape(functools.partial(run.model.module.init, run.model.config), jax.random.key(0))["params"])
+    frozen = [name for name in names if re.search(run.optim.train_only, name) and not name.startswith("lora/")]
+    if frozen:
+        raise UserError(
+            f"optim.train_only={run.optim.train_only!r} trains {frozen[0]}, and the model {run.model.name} verifies with what isn't its "
+            "adapter; make it '^lora/'"
+        )
+    if not run.train.init_from:
+        raise UserError(
+            f"train.init_from is empty, and of the model {run.model.name} only the adapter is trained; set it to the base's workdir"
+        )
 
 
 def _check_vocab(run: Run, vocab: int) -> None:

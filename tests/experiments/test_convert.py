@@ -6,11 +6,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dllm.models import hf, public
+from dllm.core.paths import named_leaves
+from dllm.models import hf, peft, public, uno
 from dllm.train.checkpoint import load_run
 from tests.experiments.programs import REPO, complaint, files
 
@@ -129,3 +131,48 @@ def test_llama_to_block_diffusion(programs, checkpoints, tmp_path):
     assert "vocabulary 25, block 2, mask id 24" in done.out
     assert "has no tokenizer; put its files into" in done.out
     assert load_run(tmp_path / "w").model_config.vocab == 25
+
+
+ADAPTED = uno.Config(**dataclasses.asdict(CONFIG) | dict(block=3), rank=2, alpha=4.0, targets="q,down", noise_high=20)
+
+
+def test_an_adapter_there_and_back(programs, checkpoints, tmp_path):
+    """A PEFT folder and a converted base make a drafter's workdir, its frozen weights the base's; of that the same folder comes back."""
+    base, workdir, back = tmp_path / "base", tmp_path / "w", tmp_path / "back"
+    assert programs.run("convert_hf", "--model=qwen3", f"--src={checkpoints / 'qwen3'}", f"--dst={base}").code == 0
+    fresh = uno.init(ADAPTED, jax.random.key(0))["params"]
+    peft.save(tmp_path / "adapter", ADAPTED, jax.tree.map(lambda x: x + 1, fresh), "base")
+    flags = ("--model=uno", f"--src={tmp_path / 'adapter'}", f"--dst={workdir}")
+    done = programs.run("convert_hf", *flags, f"--base={base}")
+    assert (done.code, done.err) == (0, "")
+    assert "rank=2, alpha=4.0, targets=q,down, noise=uniform, noise_low=1, noise_high=20, noise_mask=-1, block=3" in done.out
+    loaded, frozen = load_run(workdir), load_run(base)
+    assert (loaded.config["model"]["name"], loaded.model_config) == ("uno", ADAPTED)
+    assert (workdir / "tokenizer" / "added_tokens.json").read_bytes() == (base / "tokenizer" / "added_tokens.json").read_bytes()
+    leaves = named_leaves(loaded.variables["params"])
+    for name, leaf in named_leaves(frozen.variables["params"]).items():
+        np.testing.assert_array_equal(leaves.pop(name), leaf)
+    assert leaves.keys() == {f"lora/stack/layers/{name}/{side}" for name in ("q", "down") for side in "ab"}
+    done = programs.run("convert_hf", "--model=uno", f"--src={workdir}", f"--dst={back}", "--reverse", "--base=base")
+    assert (done.code, done.err) == (0, "")
+    assert "Applied to every row it is another model" in done.out
+    for file in (tmp_path / "adapter").iterdir():
+        assert (back / file.name).read_bytes() == file.read_bytes()
+
+    new, from_base, before = f"--dst={tmp_path / 'new'}", f"--base={base}", files(tmp_path)
+    reverse = ("--model=uno", f"--src={workdir}", "--reverse")
+    for bad, says in (
+        (flags, "pass --base, the workdir of the model that it was trained on"),
+        ((*flags, from_base), "holds a model already"),
+        ((*flags, from_base, new, "--block=2"), "says that 3 noise rows were trained together, and --block 2"),
+        ((*flags, f"--base={workdir}"), "holds a model 'uno' that is no adapter's base; that is a qwen3 with mask_id=-1"),
+        ((*flags, f"--base={tmp_path / 'nowhere'}"), "holds no checkpoint"),
+        ((*flags, from_base, new, f"--src={base}"), "cannot read"),
+        ((*reverse, new, f"--src={base}"), "holds a model 'qwen3', without an adapter"),
+        ((*reverse, f"--dst={back}"), "is not empty; give the checkpoint a folder of its own"),
+        ((*reverse, new, "--block=3"), "--block belongs to the other direction"),
+        ((*reverse, new, "--model=qwen3"), "holds a model 'uno'"),
+        (("--model=qwen3", f"--src={checkpoints / 'qwen3'}", new, from_base), "--base belongs to --model=uno"),
+    ):
+        assert says in complaint(programs.run("convert_hf", *bad))
+        assert files(tmp_path) == before

@@ -35,6 +35,22 @@ def test_clean_noisy_in_two_parts_is_the_whole_square(causal, packed, float64):
         np.testing.assert_allclose(mine, theirs, atol=1e-12)
 
 
+def test_frozen_clean_rows_have_no_gradient_and_leave_the_noisy_rows_theirs(float64):
+    """Where the clean rows are a constant of what is trained, the gradient of the noisy rows is the whole one."""
+    clean, noisy = ([jax.random.normal(jax.random.key(i + n), (B, L, h, K), jnp.float64) for i, h in enumerate((H, G, G))] for n in (0, 9))
+
+    def loss(clean, noisy, frozen):
+        q, k, v = (jnp.concatenate(pair, 1) for pair in zip(clean, noisy, strict=True))
+        return jnp.sin(attention(q, k, v, masks.CleanNoisy(BLOCK, L, True, frozen))).sum()
+
+    whole, frozen = (jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)(clean, noisy, frozen) for frozen in (False, True))
+    np.testing.assert_allclose(frozen[0], whole[0], atol=1e-12)
+    for mine, theirs in zip(frozen[1][1], whole[1][1], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-12)
+    assert all(not x.any() for x in frozen[1][0])
+    assert all(x.any() for x in whole[1][0])
+
+
 def test_clean_noisy_holds_no_whole_square():
     length = 512
     shapes = [jax.ShapeDtypeStruct((1, 2 * length, heads, K), jnp.float32) for heads in (1, 1, 1)]

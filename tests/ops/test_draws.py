@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dllm.ops import draws as doors
-from dllm.ops.draws import KeyedDraws, Purpose, Slot, categorical, enumerate_scripts, first, permutation
+from dllm.ops.draws import KeyedDraws, Purpose, Slot, categorical, enumerate_scripts, first, permutation, uniform
 
 
 def slot(purpose, rows, columns, cycle=0, where=None):
@@ -72,6 +72,24 @@ def test_noise_is_of_full_range():
             for name in (row, int(Purpose.DRAFT), 5, column):
                 key = jax.random.fold_in(key, name)
             assert got[row, column] == jax.random.categorical(key, logits[row, column], mode="high")
+
+
+def test_uniform():
+    """20,000 draws of 7 numbers, chi-square with 6 degrees of freedom: a false alarm once in 10^6. A slot names its draw, and a script
+    has each number once."""
+    n = 20_000
+    drawn = np.asarray(uniform(keyed(n), slot(Purpose.NOISE, n, 2), 7)[0])
+    for column in range(2):
+        seen = np.bincount(drawn[:, column], minlength=7)
+        assert len(seen) == 7
+        assert ((seen - n / 7) ** 2 / (n / 7)).sum() < 38.3
+    assert abs((drawn[:, 0] == drawn[:, 1]).mean() - 1 / 7) < 0.02
+    np.testing.assert_array_equal(uniform(keyed(5, first_request=9), slot(Purpose.NOISE, 5, 2), 7)[0], drawn[9:14])
+    assert (np.asarray(uniform(keyed(n), slot(Purpose.NOISE, n, 2, cycle=1), 7)[0]) == drawn).mean() < 0.2
+    assert (uniform(keyed(4), slot(Purpose.NOISE, 4, 2), 1)[0] == 0).all()
+    leaves = enumerate_program(lambda draws: uniform(draws, slot(Purpose.NOISE, 8, 2), 3), length=2, cycles=1, vocab=3)
+    assert {tuple(x.tolist()) for _, x in leaves} == set(itertools.product(range(3), repeat=2))
+    assert all(abs(weight - 1 / 9) < 1e-12 for weight, _ in leaves)
 
 
 @pytest.mark.parametrize("outcome", [True, False])

@@ -7,8 +7,19 @@ import pytest
 
 from dllm.ops import masks
 
+# A root, two children, and a child of the first of these; a chain; a root and three children.
+TREES = jnp.asarray(
+    [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]],
+    ],
+    bool,
+)
+PICTURES = [masks.full, masks.causal, masks.BlockCausal(2), masks.CleanNoisy(1, 2), masks.tail, masks.Ancestors(TREES)]
 
-@pytest.mark.parametrize("mask", [masks.full, masks.causal, masks.BlockCausal(2), masks.CleanNoisy(1, 2), masks.tail])
+
+@pytest.mark.parametrize("mask", PICTURES, ids=lambda mask: type(mask).__name__)
 def test_picture_in_the_docstring_is_what_show_draws(mask):
     assert "\n\n" + mask.show() in inspect.getdoc(type(mask))
 
@@ -99,6 +110,26 @@ def test_clean_noisy_behind_a_cache(block, causal):
     for s, got in zip((0, 4, 8), np.asarray(allowed), strict=True):
         here = [*range(s, s + length), *range(total + s, total + s + length)]  # where these rows are in the whole
         np.testing.assert_array_equal(got[:, : s + 2 * length], whole[np.ix_(here, [*range(s), *here])])
+
+
+def test_ancestors_behind_a_cache():
+    """All rows read what is cached, and of their own pass the path of their tree alone; in any order of rows."""
+    start = jnp.asarray([0, 3, 5], jnp.int32)[:, None, None]
+    rows = jnp.asarray([[0, 1, 2, 3], [3, 0, 2, 1], [2, 2, 3, 0]], jnp.int32)
+    keys = jnp.arange(9, dtype=jnp.int32)[None, None]
+    allowed = jax.jit(lambda mask: mask.allowed(start + rows[:, :, None], keys, start))(masks.Ancestors(TREES))
+    want = np.zeros((3, 4, 9), bool)
+    for b in range(3):
+        s = int(start[b, 0, 0])
+        want[b, :, :s] = True
+        want[b, :, s : s + 4] = np.asarray(TREES)[b][np.asarray(rows)[b]]
+    np.testing.assert_array_equal(allowed, want)
+    part = masks.Ancestors(TREES).allowed(start + rows[:, :, None], keys[:, :, 4:7], start)
+    np.testing.assert_array_equal(part, want[:, :, 4:7])
+
+
+def test_a_chain_of_ancestors_is_causal():
+    np.testing.assert_array_equal(masks.Ancestors(TREES[1:2]).dense(4, 4), masks.causal.dense(4, 4))
 
 
 def test_a_mask_of_65536_rows_needs_no_array_of_them():

@@ -1,0 +1,56 @@
+"""A drafter for stories260K: an adapter on the frozen storyteller, trained on a corpus that it wrote itself.
+
+    python experiments/convert_hf.py  --model=stories260k --src=stories260K.bin --dst=runs/stories/parent
+    python experiments/make_corpus.py --workdir=runs/stories/parent --out=runs/stories/corpus --tokens=10_000_000 --length=256
+    python experiments/train.py       --config=configs/stories_uno.py --workdir=runs/stories/uno
+
+Presets, each one change of `tv`: configs/stories_uno.py:survival_length, or any of PRESETS; equal steps, and blocks of 8 at the end. More
+than one with commas between them: configs/stories_uno.py:survival,r32. The corpus is the base's own text, so `accepted` estimates what a
+draft pass of 9 rows has accepted. TO BE MEASURED: time, and figures. Results: experiments/results/stories_uno.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from dllm.core.types import UserError
+from dllm.models import public
+
+PRESETS = {
+    "tv": {},
+    "survival": {"objective.survival": "prefix"},
+    "survival_length": {"objective.survival": "length"},
+    "kl": {"objective.tv": 0.0, "objective.kl": 1.0},
+    "ce": {"objective.tv": 0.0, "objective.ce": 1.0},
+    "ce_data": {"objective.tv": 0.0, "objective.ce": 1.0, "objective.ce_target": "data"},
+    "tv_kl": {"objective.kl": 0.01},
+    "mask": {"model.noise": "mask", "model.noise_mask": 0},  # <unk>, which the corpus doesn't hold
+    "r4": {"model.rank": 4, "model.alpha": 64.0},  # alpha / rank stays 16
+    "r16": {"model.rank": 16, "model.alpha": 256.0},
+    "r32": {"model.rank": 32, "model.alpha": 512.0},
+    "scale2": {"model.alpha": 16.0},
+    "scale64": {"model.alpha": 512.0},
+    "curriculum": {"objective.blocks": "2,4,8"},
+}
+
+
+def get_config(preset="tv"):
+    for name in preset.split(","):
+        if name not in PRESETS:
+            raise UserError(f"no preset {name!r} in this config; there are: {', '.join(PRESETS)}")
+    base = dataclasses.asdict(public.MODELS["stories260k"]) | {"block": 8}
+
+    config = ConfigDict()
+    config.data = dict(name="tokens", path="runs/stories/corpus", length=256, lexicon=0)
+    config.model = dict(name="uno", begins=False, rank=8, alpha=128.0, targets="q,k,v,o,gate,up,down", **base)
+    config.model.update(remat=False, noise="uniform", noise_low=3, noise_high=0, noise_mask=-1)  # 0 to 2 are <unk>, BOS and EOS
+    config.objective = dict(name="uno", tv=1.0, kl=0.0, ce=0.0, ce_target="teacher", survival="none", blocks="", chunk=64)
+    config.optim = dict(lr=1e-3, warmup=100, b1=0.9, b2=0.98, weight_decay=0.0, clip=1.0, ema=0.999, train_only="^lora/")
+    config.optim.update(decay="cosine", lr_factor=1.0, lr_factor_on="")
+    config.train = dict(seed=0, steps=4000, batch=8, init_from="runs/stories/parent")
+    config.train.update(log_every=50, eval_every=500, eval_batches=16, sample_every=0, save_every=500)
+    config.mesh = dict(data=-1, fsdp=1, tensor=1)
+    config.sampler = dict(name="")
+    for name in preset.split(","):
+        config.update_from_flattened_dict(PRESETS[name])
+    return config

@@ -32,13 +32,13 @@ def get_config(preset="mini"):
     config.model.update(base, kv_heads=base["heads"], head_width=base["width"] // base["heads"])
     config.model.update(rank=train["rank"], alpha=16.0 * train["rank"], targets="q,k,v,o,gate,up,down")
     config.model.update(noise="uniform", noise_low=0, noise_high=0, noise_mask=-1)
-    config.objective = dict(name="uno", tv=1.0, kl=0.0, ce=0.0, ce_target="teacher", survival="none", blocks="", chunk=0)
+    config.objective = dict(name="uno", tv=1.0, kl=0.01, ce=0.0, ce_target="teacher", survival="length", blocks="", chunk=0)
     config.optim = dict(lr=train["lr"], warmup=train["warmup"], b1=0.9, b2=train["b2"], weight_decay=0.0, clip=1.0, ema=train["ema"])
     config.optim.update(train_only="^lora/", decay="cosine")
     config.train = dict(
         seed=0, steps=train["steps"], batch=train["batch"], init_from=f"runs/text8_gpt{'' if preset == 'mini' else '_' + preset}"
     )
-    config.train.update(log_every=min(every // 5, 500), eval_every=every, eval_batches=32, sample_every=0, save_every=every)
+    config.train.update(log_every=min(every // 5, 500), eval_every=every, eval_batches=32, sample_every=2 * every, save_every=every)
     config.mesh = dict(data=-1, fsdp=1, tensor=1)
-    config.sampler = dict(name="")
+    config.sampler = dict(name="psi_spec", length=8)
     return config

@@ -26,7 +26,7 @@ from ml_collections import config_dict, config_flags
 
 import dllm.samplers
 from dllm.core.config import main, writable_folder, write_atomic
-from dllm.evals.generate import Request, check_request, generate, make_task, parse_prompt, stream
+from dllm.evals.generate import Request, check_request, generate, make_task, parse_prompt, remark, stream
 from dllm.train.checkpoint import load_run
 from dllm.train.sharding import MeshConfig, make_mesh
 
@@ -71,6 +71,8 @@ def run() -> None:
     loaded = load_run(FLAGS.workdir, FLAGS.step, mesh)
     options = {k: v for k, v in OPTION.value.items() if v is not None}
     task = make_task(loaded, FLAGS.sampler, options, SETTING.value.to_dict())
+    if note := remark(task):
+        print(note, file=sys.stderr)
     row = parse_prompt(FLAGS.prompt, loaded.tokenizer)
     check_request(task, FLAGS.num, FLAGS.batch, row)
     if FLAGS.stream:

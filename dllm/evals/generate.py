@@ -90,6 +90,16 @@ def make_task(run: Any, sampler: str, options: Mapping[str, Any], settings: Mapp
     return task
 
 
+def remark(task: Task) -> str:
+    """Returns what a user should know of the options and the run beside their being allowed, a line, or ""."""
+    trained, asked = getattr(task.run.model_config, "block", 0), getattr(task.options, "length", 0)
+    asked = max([asked, *getattr(task.options, "lengths", ())])
+    if getattr(task.sampler, "MODEL", ()) != ("uno",) or asked <= trained + 1:
+        return ""
+    rows = f"trained on {trained} noise rows, and a length of {asked} has {asked - 1}"
+    return f"note: the adapter was {rows}: what is sampled is the same, but fewer drafts may be accepted"
+
+
 def parse_prompt(text: str, tokenizer: Tokenizer = CHARACTERS) -> list[int | None]:
     """Returns the ids of a prompt, None where a character model's text has `?`. "the ????? was" gives two words and five open positions.
 

@@ -578,15 +578,15 @@ EVERY = [
     pytest.param(CONFIG, SINGLE, id="single-block"),
     pytest.param(BEGINS, ADAPTS, id="bos-adaptive"),
     *(
-        pytest.param(config, options, id=f"{name}-{options}", marks=pytest.mark.slow)
+        pytest.param(config, Options(**options), id="-".join([name, *map(str, options.values())]), marks=pytest.mark.slow)
         for name, config in (("lead0", CONFIG), ("lead1", BEGINS))
         for options in (
-            Options(length=1),
-            Options(length=9, verification="block"),
-            Options(length=3, steps=3, verification="block"),
-            Options(draft="greedy"),
-            Options(length=2, single_pass=True),
-            Options(draft="greedy", single_pass=True),
+            dict(length=1),
+            dict(length=9, verification="block"),
+            dict(length=3, steps=3, verification="block"),
+            dict(draft="greedy"),
+            dict(length=2, single_pass=True),
+            dict(draft="greedy", single_pass=True),
         )
     ),
 ]

@@ -81,7 +81,9 @@ def shape_logits(logits: Float[Array, "B W V"], settings: Settings) -> Float[Arr
     if settings.banned.shape[1]:
         banned_BV = (settings.banned[:, :, None] == jnp.arange(vocab)[None, None]).any(1)
         logits = jnp.where(banned_BV[:, None], -jnp.inf, logits)
-    best = jnp.arange(vocab)[None, None] == jnp.argmax(logits, -1, keepdims=True)
+    id_V = jnp.arange(vocab, dtype=jnp.int32)[None, None]
+    highest = logits == logits.max(-1, keepdims=True)
+    best = id_V == jnp.where(highest, id_V, vocab).min(-1, keepdims=True)  # argmax; XLA's own takes several times as long on CPU
     greedy = row(settings.temperature) == 0
     logits = logits / jnp.where(greedy, 1, row(settings.temperature)).astype(logits.dtype)
     logits = jnp.where(greedy, jnp.where(best, jnp.zeros_like(logits), -jnp.inf), logits)

@@ -70,7 +70,8 @@ class Options:
                             samples another law than the model's. A negative control
     single_pass   verify and draft in one forward
     children, nodes  of a tree: candidates for each drafted position, and rows of the verifying pass
-    lengths       adaptive: the lengths to choose from before each cycle, ascending from 1; (): always `length`
+    lengths       adaptive: the lengths to choose from before each cycle, ascending from 1; (): always `length`. Those that can't pay are
+                  left out of the program
     costs         what a cycle of each of these takes, in passes of plain autoregression, for the batch and machine at hand
     """
 
@@ -123,6 +124,7 @@ def sample(
     Raises UserError for options out of range.
     """
     _check(options)
+    options = _worthwhile(options)
     state = run(functions, options, settings, begin(functions, options, settings, draws, prompt))
     return Samples(state.tokens, state.settled, state.logprobs, state.passes, state.proposed, state.accepted, state.draws)
 
@@ -148,6 +150,17 @@ def _check(options: Options) -> None:
         raise UserError(f"costs is {options.costs} and lengths {options.lengths}; give each length the cost of its cycle, above 0")
 
 
+def _worthwhile(options: Options) -> Options:
+    """Returns the options without lengths whose cycle can't pay even if every draft is accepted: L + 1 tokens for its cost."""
+    if not options.lengths:
+        return options
+    kept = [(n, cost) for n, cost in zip(options.lengths, options.costs) if n == 1 or (n + 1) * options.costs[0] > cost]
+    lengths, costs = (tuple(x) for x in zip(*kept))
+    if len(kept) == 1:
+        return dataclasses.replace(options, length=1, lengths=(), costs=())
+    return dataclasses.replace(options, lengths=lengths, costs=costs)
+
+
 def begin(functions: Any, options: Options, settings: Settings, draws: Draws, prompt: Prompt) -> State:
     """Returns the state before the first cycle: the prompt but for its last token is in the cache."""
     (batch, length), lead = prompt.tokens.shape, functions.lead
@@ -157,7 +170,7 @@ def begin(functions: Any, options: Options, settings: Settings, draws: Draws, pr
     inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if lead else prompt.tokens
     # Behind the last token there is room for a cycle, so that no row that is read is dropped.
     widest = max(options.lengths or (options.length,))
-    rows = max(2 * widest, options.nodes if options.verification in TREES else 0)
+    rows = 2 * widest if options.single_pass else max(widest, options.nodes if options.verification in TREES else 0)
     cache = functions.empty_cache(batch, length + lead + rows)
     cache, passes = prefill(functions, cache, inputs_BL, given_B - 1 + lead, end_B > given_B, masks.causal)
     none, waiting, record = jnp.zeros((batch,), jnp.int32), None, None

@@ -26,11 +26,11 @@ PRESETS = {
     "ce_data": {"objective.tv": 0.0, "objective.ce": 1.0, "objective.ce_target": "data"},
     "tv_kl": {"objective.kl": 0.01},
     "mask": {"model.noise": "mask", "model.noise_mask": 0},  # <unk>, which the corpus doesn't hold
-    "r4": {"model.rank": 4, "model.alpha": 64.0},  # alpha / rank stays 16
-    "r16": {"model.rank": 16, "model.alpha": 256.0},
-    "r32": {"model.rank": 32, "model.alpha": 512.0},
-    "scale2": {"model.alpha": 16.0},
-    "scale64": {"model.alpha": 512.0},
+    "r4": {"model.rank": 4},  # alpha / rank stays
+    "r16": {"model.rank": 16},
+    "r32": {"model.rank": 32},
+    "scale2": {"scale": 2.0},
+    "scale64": {"scale": 64.0},
     "curriculum": {"objective.blocks": "2,4,8"},
 }
 
@@ -52,6 +52,8 @@ def get_config(preset="survival_length,tv_kl"):
     config.train.update(log_every=50, eval_every=250, eval_batches=16, sample_every=500, save_every=250)
     config.mesh = dict(data=-1, fsdp=1, tensor=1)
     config.sampler = dict(name="psi_spec", length=8)
-    for name in preset.split(","):
-        config.update_from_flattened_dict(PRESETS[name])
+    changes = {key: value for name in preset.split(",") for key, value in PRESETS[name].items()}
+    scale = changes.pop("scale", 16.0)  # alpha / rank
+    config.update_from_flattened_dict(changes)
+    config.model.alpha = scale * config.model.rank
     return config

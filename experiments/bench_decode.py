@@ -45,7 +45,7 @@ flags.DEFINE_string("model", None, "a row of dllm/models/public.py, with random 
 flags.DEFINE_integer("layers", 0, "cut --model to so many; 0: its own", lower_bound=0)
 flags.DEFINE_integer("block", 0, "block length of --model; one without a MASK gets one behind its vocabulary. 0: its own", lower_bound=0)
 flags.DEFINE_enum("dtype", None, DTYPES, "of --model's weights and activations; float32 on CPU, else the table's")
-flags.DEFINE_string("workdir", None, "workdir of a trained block-diffusion run, in place of --model")
+flags.DEFINE_string("workdir", None, "workdir of a trained block-diffusion run, or of one with an adapter, in place of --model")
 flags.DEFINE_integer("step", None, "checkpoint to load; the latest by default")
 flags.DEFINE_list("contexts", "256,512,1024,2048,4096,8192", "tokens in the cache, whole blocks")
 flags.DEFINE_list("batches", "1,4,16", "rows of the table `commit`; its context is the first of --contexts")
@@ -70,9 +70,11 @@ STRATEGIES = {
 }
 SAME_LOOP = ("dynamic fused", "dynamic separate")  # as static, in what memory it takes
 DRAFTING = {  # of a run with an adapter
-    "two passes": ("psi_spec", {}),
-    "two passes, block": ("psi_spec", {"verification": "block"}),
+    "chain": ("psi_spec", {}),
+    "block": ("psi_spec", {"verification": "block"}),
+    "tree": ("psi_spec", {"verification": "tree"}),
     "single pass": ("psi_spec", {"single_pass": True}),
+    "prompt_lookup": ("prompt_lookup", {}),
     "autoregressive": ("autoregressive", {}),
 }
 

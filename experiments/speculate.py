@@ -66,7 +66,10 @@ flags.DEFINE_integer("given", 16, "tokens of a prompt", lower_bound=1)
 flags.DEFINE_integer("new", 128, "tokens of a continuation", lower_bound=1)
 flags.DEFINE_integer("batch", 32, "rows that the tables length and lossless draw together", lower_bound=1)
 flags.DEFINE_integer(
-    "paths", 256, "continuations that the ceiling samples at each cycle, beside each other; with fewer it is too low", lower_bound=1
+    "paths",
+    256,
+    "continuations that the ceiling samples at each cycle, beside each other: what the marginals are estimated from",
+    lower_bound=1,
 )
 flags.DEFINE_integer("ceiling_num", 8, "prompts of the ceiling", lower_bound=1)
 flags.DEFINE_list("batches", "1,4,16,32", "rows that the table speed decodes together")
@@ -99,6 +102,8 @@ def chosen(name: str, known: Any) -> list[str]:
 
 def load(workdir: str, room: int) -> Setup:
     """Returns the run and its prompts. Raises UserError where it has no adapter, or they or `room` more tokens don't fit."""
+    if not np.isfinite(FLAGS.temperature):
+        raise UserError(f"--temperature is {FLAGS.temperature}; make it a finite number, 0 or more")
     run = load_run(workdir, FLAGS.step)
     if kind(run.model_module, run.model_config) != "uno":
         raise UserError(f"{workdir} holds no adapter that drafts: pass the workdir of a run of the model uno")
@@ -127,7 +132,8 @@ def units(workdir: str) -> list[tuple[dict[str, Any], Unit]]:
     setup = load(workdir, max(FLAGS.new, *replies) if "reply" in tables else FLAGS.new)
     run, tree, found = setup.run, (FLAGS.children, FLAGS.nodes), []
     if max(*lengths, FLAGS.length) > run.model_config.block + 1:
-        print(f"note: {workdir} was trained on {run.model_config.block} noise rows, and a length of L has L - 1: it may draft worse there")
+        longest, trained = max(*lengths, FLAGS.length), run.model_config.block
+        print(f"note: {workdir} was trained on {trained} noise rows, and a length of {longest} has {longest - 1}: it may draft worse")
     if logged := speculation_rows.logged_acceptance(Path(workdir), run.step):
         found.append(Unit("acceptance", [{}], lambda: [logged]))
     if "length" in tables:

@@ -23,7 +23,7 @@ from dllm.core.config import config_dict, main, require, to_dataclass, write_ato
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
 from dllm.evals import gen_nll, results
-from dllm.evals.generate import Generated, Task, check_request, generate, make_task
+from dllm.evals.generate import Generated, Task, check_request, generate, make_task, remark
 from dllm.evals.held_out import held_out
 from dllm.evals.spelling import read_words, shuffle
 from dllm.evals.stats import Context, Metric
@@ -132,6 +132,8 @@ def run() -> None:
         name = {"model": Path(workdir).resolve().name, "step": loaded.step, "config_hash": digest}
         for number, point in enumerate(config.points):
             task = make_task(loaded, point.sampler, point.options, point.settings)
+            if note := remark(task):
+                print(f"points[{number}] of {workdir}: {note}")
             length = check_request(task, config.num_samples, config.batch, []).tokens.shape[1]
             if length not in lengths:  # what a metric lacks shows now
                 score(config, context, np.full((1, length), highest), np.array([length]))

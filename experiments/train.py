@@ -98,9 +98,10 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
             """Reads a step's metrics, which waits for it; stops if they are not finite, writes them if they are due."""
             row = step.to_row(metrics)
             if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                last = f"the last good checkpoint is of step {saved}" if saved else "there is no checkpoint yet"
                 raise UserError(
-                    f"step {now}: the loss is {row['loss']} and its gradient's norm {row['grad_norm']}; the last good checkpoint is of "
-                    f"step {saved}. Lower optim.lr, raise optim.warmup or set optim.clip, in another --workdir"
+                    f"step {now}: the loss is {row['loss']} and its gradient's norm {row['grad_norm']}; {last}. Lower optim.lr, "
+                    "raise optim.warmup or set optim.clip, in another --workdir"
                 )
             if due(now, plan.log_every):
                 log.train(now, row)

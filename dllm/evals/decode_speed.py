@@ -26,7 +26,7 @@ from dllm.samplers.loop import compile_sampler, empty_prompt, make_prompt
 class Forward(NamedTuple):
     """A forward pass, by what its cost hangs on. The cache is filled up to the pass's own rows."""
 
-    mask: masks.Mask
+    mask: masks.Mask | type[masks.Ancestors]  # of a tree its class: the tree itself is data
     rows: int
     logits: int  # rows whose logits are computed; 0: none, the pass fills the cache
     slots: int  # of the cache; 0: there is none, the rows are the whole sequence
@@ -36,6 +36,8 @@ class Forward(NamedTuple):
         """Returns what the samplers use a pass of this shape for, and its rows."""
         if not self.logits:
             return f"prefill_{self.rows}"
+        if self.mask is masks.Ancestors:
+            return f"tree_{self.rows}"
         if self.gated or (isinstance(self.mask, masks.Causal) and self.rows > 1):
             return f"{'draft' if self.gated else 'verify'}_{self.rows}"
         if not isinstance(self.mask, masks.BlockCausal):
@@ -87,6 +89,8 @@ def kind(
     """Returns which Forward a sampler's call of the model's `forward` is. More rows than two blocks, or causal ones than `window` that
     aren't gated: a prompt, whose logits go unused."""
     rows, gated = tokens_BQ.shape[1], gate_BQ is not None
+    if isinstance(mask, masks.Ancestors):
+        return Forward(masks.Ancestors, rows, rows, cache.k.shape[2])
     most = {masks.BlockCausal: lambda: 2 * mask.block, masks.Causal: lambda: rows if gated else window}.get(type(mask), lambda: rows)()
     logits = 0 if rows > most else rows if at_BW is None else at_BW.shape[1]
     return Forward(mask, rows, logits, cache.k.shape[2], gated)
@@ -102,7 +106,7 @@ def prepare(
     """
     rng, mask_id, block = np.random.default_rng(seed), config.mask_id, config.block
     prompts = [rng.integers(config.vocab - (mask_id >= 0), size=given[b % len(given)]) for b in range(batch)]
-    window = getattr(options, "length", 1)  # rows that psi_spec verifies at once
+    window = max(getattr(options, "lengths", ()) or (getattr(options, "length", 1),))  # rows that psi_spec verifies at once
     end = -(-(max(given) + new) // block) * block
     length = max(end, 3 * block, window + 1)  # `kind` tells a prompt by its length
     prompt = make_prompt([(ids + (ids >= mask_id) * (mask_id >= 0)).tolist() for ids in prompts], length)
@@ -136,11 +140,13 @@ def bare_forward(
     rows = jnp.broadcast_to(jnp.arange(forward.rows, dtype=jnp.int32)[None], (batch, forward.rows))
     at_BW = rows[:, forward.rows - forward.logits :] if 0 < forward.logits < forward.rows else None
     gate = (rows > 0,) if forward.gated else ()
-    inputs = rows % config.vocab, filled + rows, at_BW, *gate  # arguments: a loop's are no constants
+    path_BQQ = jnp.broadcast_to(jnp.tril(jnp.ones((forward.rows, forward.rows), bool))[None], (batch, forward.rows, forward.rows))
+    mask = masks.Ancestors(path_BQQ) if forward.mask is masks.Ancestors else forward.mask
+    inputs = rows % config.vocab, filled + rows, mask, at_BW, *gate  # arguments: a loop's are no constants
 
-    def step(variables, cache, tokens_BQ, positions_BQ, at_BW, *gate):
+    def step(variables, cache, tokens_BQ, positions_BQ, mask, at_BW, *gate):
         further = (None, *gate) if gate else ()
-        logits_BWV, cache = model.bind(config, variables).forward(cache, tokens_BQ, positions_BQ, forward.mask, at_BW, *further)
+        logits_BWV, cache = model.bind(config, variables).forward(cache, tokens_BQ, positions_BQ, mask, at_BW, *further)
         return cache, logits_BWV if forward.logits else None
 
     fresh = lambda: model.bind(config, {}).empty_cache(batch, forward.slots).replace(lengths_B=jnp.full((batch,), filled, jnp.int32))

@@ -85,19 +85,19 @@ def make_task(run: Any, sampler: str, options: Mapping[str, Any], settings: Mapp
     if mask >= 0 and theirs is not None and mask != theirs:
         raise UserError(f"model.mask_id is {mask}, and the tokenizer's MASK is {theirs}: the run's files don't belong together")
     task = Task(run, module, to_dataclass(module.Options, options, f"{sampler}.option"), request)
-    rows = _settings(task, 1), KeyedDraws(jax.random.key(0), jnp.arange(1, dtype=jnp.int32)), empty_prompt(1, canvas(task, 1))
+    rows = _settings(task, 1), KeyedDraws(jax.random.key(0), jnp.arange(1, dtype=jnp.int32)), empty_prompt(1, canvas(task, 0))
     jax.eval_shape(compile_sampler(module, run.model_module, config, task.options), run.variables, *rows)
     return task
 
 
 def remark(task: Task) -> str:
     """Returns what a user should know of the options and the run beside their being allowed, a line, or ""."""
-    trained, asked = getattr(task.run.model_config, "block", 0), getattr(task.options, "length", 0)
-    asked = max([asked, *getattr(task.options, "lengths", ())])
+    trained = getattr(task.run.model_config, "block", 0)
+    asked = max(getattr(task.options, "lengths", ()) or (getattr(task.options, "length", 0),))
     if getattr(task.sampler, "MODEL", ()) != ("uno",) or asked <= trained + 1:
         return ""
     rows = f"trained on {trained} noise rows, and a length of {asked} has {asked - 1}"
-    return f"note: the adapter was {rows}: what is sampled is the same, but fewer drafts may be accepted"
+    return f"note: the adapter was {rows}: the law is the same, but fewer drafts may be accepted"
 
 
 def parse_prompt(text: str, tokenizer: Tokenizer = CHARACTERS) -> list[int | None]:

@@ -80,8 +80,8 @@ def describe(row: Mapping[str, Any], rows: Rows) -> str:
         return f"{head} p = {row['p_value']:.3f}, score {row['score']:5.1f}, {row['tokens_per_cycle']:.2f} tokens a cycle; {differ}"
     head = f"{head} " + (f"reply {setting['reply']:3}" if table == "reply" else f"batch {setting['batch']:2}")
     if "way" not in setting:
-        costs = ", ".join(f"C({length}) = {cost:.2f}" for length, cost in zip(setting["lengths"], row["costs"]))
-        return f"{head} {costs}; the line {row['level']:.2f} + {row['slope']:.3f} L" if row["costs"] else f"{head} the clock is too coarse"
+        costs = ", ".join(f"C({n}) = {cost:.2f}" for n, cost in zip(setting["lengths"], row["costs"], strict=True) if cost is not None)
+        return f"{head} {costs}; the line {row['level']:.2f} + {row['slope']:.3f} L" if costs else f"{head} the clock is too coarse"
     low, high = row["speedup_quartiles"]
     text = f"{head} {row['ms_per_token']:8.3f} ms a token, {row['speedup']:5.2f} x [{low:.2f}, {high:.2f}]"
     text += "" if row["speedup_cpu"] is None else f", cpu {row['speedup_cpu']:.2f} x"
@@ -90,7 +90,7 @@ def describe(row: Mapping[str, Any], rows: Rows) -> str:
 
 def share_of_ceiling(row: Mapping[str, Any], rows: Rows) -> float | None:
     """Returns the accepted drafts a cycle of a row of the table length, as a share of what perfect marginals have in the same setting, by
-    the most paths that there are: fewer make a lower ceiling."""
+    the most paths that there are: the best estimate of the marginals."""
     same = lambda r: [r["table"], r["model"], r["step"]] + [r["setting"].get(k) for k in ("way", "length", "temperature", "given", "new")]
     tops = [top for top in rows if top["setting"].get("drafter") == "perfect" and same(top) == same(row) and top["accepted_per_cycle"]]
     most = max(tops, key=lambda top: top["setting"]["paths"], default=None)
@@ -183,8 +183,11 @@ def _acceptance(row: Mapping[str, Any], rows: Rows) -> Curve:
 
 
 def _costs(rows: Rows) -> list[Curve]:
-    rows = [row for row in rows if "way" not in row["setting"] and row["costs"]]
-    curve = lambda row, y: Curve(
-        _label(row, rows, ""), np.array(row["setting"]["lengths"], float), y, np.zeros((2, len(y))), line=(row["level"], row["slope"])
-    )
-    return [curve(row, np.array(row["costs"])) for row in rows]
+    rows = [row for row in rows if "way" not in row["setting"] and any(cost is not None for cost in row["costs"])]
+
+    def curve(row: dict[str, Any]) -> Curve:
+        known = [(n, cost) for n, cost in zip(row["setting"]["lengths"], row["costs"], strict=True) if cost is not None]
+        x, y = np.array(known, float).T
+        return Curve(_label(row, rows, ""), x, y, np.zeros((2, len(y))), line=(row["level"], row["slope"]))
+
+    return [curve(row) for row in rows]

@@ -160,6 +160,8 @@ def load(folder: str | Path, frozen: qwen3.Config, block: int = 0) -> tuple[uno.
                 raise UserError(f"the tensor {name} of {file} is {shapes}; use the {CONFIG} and the base that belong to it")
             into = arrays.setdefault(place.leaf, np.empty((config.layers, *place.shape[::-1]), np.float32))
             into[place.layer] = tensors.get_tensor(name).T
+            if not np.isfinite(into[place.layer]).all():
+                raise UserError(f"the tensor {name} of {file} has numbers that aren't finite; restore the file")
     return config, arrays
 
 
@@ -179,14 +181,16 @@ def _config(folder: Path, frozen: qwen3.Config, block: int) -> uno.Config:
         if type(said.get(key)) not in (int, float):
             raise UserError(f"{where} has {key}={said.get(key)!r}; it wants a number")
     modules = said.get("target_modules")
-    if not isinstance(modules, list) or not modules or len(set(modules)) < len(modules):
-        raise UserError(f"{where} has target_modules={modules!r}; it wants a list of {', '.join(PROJECTIONS)}")
+    if not isinstance(modules, list) or not modules or not all(isinstance(m, str) for m in modules) or len(set(modules)) < len(modules):
+        raise UserError(f"{where} has target_modules={modules!r}; it wants a list of {', '.join(PROJECTIONS)}, each once")
     for module in modules:
         if module not in PROJECTIONS:
             raise UserError(f"{where} targets {module!r}; it can target {', '.join(PROJECTIONS)}")
     targets = ",".join(name for name in uno.TARGETS if name in {PROJECTIONS[module] for module in modules})
     own = said.get("uno", {})
-    own = {key: value for key, value in own.items() if key != "note"} if isinstance(own, dict) else {"uno": own}
+    if not isinstance(own, dict):
+        raise UserError(f"{where} has uno={own!r}; it wants an object of keys")
+    own = {key: value for key, value in own.items() if key != "note"}
     if block and own.get("block", block) != block:
         raise UserError(f"{where} says that {own['block']} noise rows were trained together, and --block {block}; drop --block")
     if not block and "block" not in own:
@@ -195,5 +199,8 @@ def _config(folder: Path, frozen: qwen3.Config, block: int) -> uno.Config:
         raise UserError(f"{where} has {odd[0]!r} under `uno`, which this adapter doesn't know; it knows {', '.join(OWN)}")
     fields = dict(rank=said["r"], alpha=said["lora_alpha"], targets=targets, block=block)
     config = to_dataclass(uno.Config, dataclasses.asdict(frozen) | fields | own, str(where))
-    uno.build(config)  # for its errors
+    try:
+        uno.build(config)
+    except UserError as e:
+        raise UserError(f"{where}: {e}") from None
     return config

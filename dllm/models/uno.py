@@ -8,6 +8,7 @@ bits of the frozen model, so one set of weights drafts and verifies. An ordinary
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -75,6 +76,10 @@ class Functions(NamedTuple):
 def build(config: Config) -> decoder.Decoder:
     """Returns the module. Raises UserError where the config makes no model."""
     targets = tuple(config.targets.split(","))
+    if len(set(targets)) < len(targets):
+        raise UserError(f"model.targets is {config.targets}; name each product once")
+    if not math.isfinite(config.alpha):
+        raise UserError(f"model.alpha is {config.alpha}; make it a finite number")
     for name in targets:
         if name not in TARGETS or (config.experts and name in ("gate", "up", "down")):
             raise UserError(f"model.targets names {name!r}; it can be of {','.join(TARGETS[:4] if config.experts else TARGETS)}")

@@ -43,7 +43,7 @@ class Dense(nn.Module):
     """x @ kernel, without bias. Weights start normal with standard deviation gain / sqrt(fan in).
 
     With `lora`, rows whose gate is open get the adapter's term, from the collection `lora`, float32: a [I, rank] starts uniform within
-    1 / sqrt(I), b [rank, O] zero. A closed row has the bits of the product alone (`where`, not a factor: that keeps -0.0 and stops NaN).
+    1 / sqrt(I), b [rank, O] zero. A closed row has the bits of the product alone (`where`, not a factor: that keeps -0.0).
     Without the collection no such operation is in the program; with it, a call without a gate is an error.
     """
 

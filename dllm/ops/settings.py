@@ -56,7 +56,7 @@ def make_settings(
         "top_k": ("0 (off) or more", lambda x: x >= 0),
         "top_p": ("above 0, at most 1", lambda x: (x > 0) & (x <= 1)),
         "min_p": ("0 (off) or more, below 1", lambda x: (x >= 0) & (x < 1)),
-        "max_new": ("1 or more", lambda x: x >= 1),
+        "max_new": ("1 or more, or left out for no limit", lambda x: x >= 1),
     }
     for name, (range_, ok) in ranges.items():
         if not ok(numbers[name]).all():

@@ -8,8 +8,9 @@ A cycle of L rows drafts L - 1 tokens and judges them, in two forwards:
 - verify: rows [clean, draft, ...] of the frozen model: the target's law of every drafted token, and of one behind them. The accepted
   tokens, and the one drawn in place of the first rejected or behind the last, join the text: 2 to L + 1 tokens.
 
-The cache holds all settled rows but the seed's. The law is the frozen model's under the settings, whatever the adapter, the noise, L, the
-number of denoising steps and the verification: conditional on all that was drawn before, each emitted token has the target's law.
+The cache holds all settled rows but the seed's. The law is the frozen model's under the settings, whatever the adapter (of finite numbers),
+the noise, L, the number of denoising steps and the verification: conditional on all that was drawn before, each emitted token has the
+target's law.
 
 single_pass does both in one forward of 2 L - 1 rows, [seed, draft, ...; noise, ...]: it judges the last cycle's draft, and its noise rows,
 which have read that draft, are the next one's, valid if all was accepted. If not, the next forward has no draft to judge: it emits one

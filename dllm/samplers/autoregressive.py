@@ -15,7 +15,7 @@ from dllm.ops import masks
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
 from dllm.ops.passes import count
 from dllm.ops.settings import Settings, shape_logits
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, prefill, put
+from dllm.samplers.loop import Prompt, Samples, chosen, put, read_prompt, seed
 
 LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
 MODEL = ("autoregressive", "uno")  # what it goes with, as samplers.loop.kind says it
@@ -42,14 +42,7 @@ def sample(
     if options.grow < 0:
         raise UserError(f"grow must be 1 or more, or 0 for all slots, got {options.grow}")
     batch, length = prompt.tokens.shape
-    lead = functions.lead
-    filled_B = prompt.given.sum(1, dtype=jnp.int32)
-    end_B = jnp.minimum(length, jnp.where(settings.max_new < length, filled_B + settings.max_new, length))
-    begin_B1 = jnp.full((batch, 1), functions.vocab, jnp.int32)
-    inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if lead else prompt.tokens
-    # The last given token is read by the first step.
-    rows_B = filled_B - 1 + lead
-    cache, passes = prefill(functions, functions.empty_cache(batch, length), inputs_BL, rows_B, end_B > filled_B, masks.causal)
+    filled_B, end_B, cache, passes = read_prompt(functions, settings, prompt, 0)
 
     def live(state, stop):
         return state[2] < jnp.minimum(state[3], stop)
@@ -58,8 +51,8 @@ def sample(
         tokens_BL, logprobs_BL, filled_B, end_B, passes, cache, draws = state
         live_B1 = live(state, stop)[:, None]
         at_B1 = filled_B[:, None]
-        row_B1 = jnp.maximum(at_B1 - 1 + lead, 0)
-        inputs_B1 = jnp.where(at_B1 == 0, begin_B1, pick(tokens_BL, jnp.maximum(at_B1 - 1, 0)))
+        row_B1 = jnp.maximum(at_B1 - 1 + functions.lead, 0)
+        inputs_B1 = seed(functions, tokens_BL, filled_B)
         logits_B1V, cache = functions.forward(cache.replace(lengths_B=row_B1[:, 0]), inputs_B1, row_B1, masks.causal)
         law_B1V = shape_logits(logits_B1V, settings)
         drawn_B1, draws = categorical(draws, Slot(Purpose.TOKEN, at_B1, jnp.full((batch,), 0), live_B1), law_B1V)

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm.core.types import UserError
+from dllm.ops import masks
 from dllm.ops.draws import Draws, permutation
 from dllm.ops.passes import Passes, count, no_passes
 from dllm.ops.settings import Settings
@@ -149,6 +150,25 @@ def prefill(
 
     state = lax.while_loop(lambda state: (wanted_B & (rows_B > state[0])).any(), read, (jnp.int32(0), cache, no_passes(batch)))
     return state[1].replace(lengths_B=rows_B), state[2]
+
+
+def read_prompt(functions: Any, settings: Settings, prompt: Prompt, room: int) -> tuple[Int[Array, "B"], Int[Array, "B"], Any, Passes]:
+    """Returns (tokens given, tokens of the whole text, cache, passes) as an autoregressive run begins: all rows but that of the last given
+    token, the seed, are in the cache, which has slots for the text and for `room` more rows."""
+    batch, length = prompt.tokens.shape
+    given_B = prompt.given.sum(1, dtype=jnp.int32)
+    end_B = jnp.minimum(length, jnp.where(settings.max_new < length, given_B + settings.max_new, length))
+    begin_B1 = jnp.full((batch, 1), functions.vocab, jnp.int32)
+    inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if functions.lead else prompt.tokens
+    cache = functions.empty_cache(batch, length + room)
+    cache, passes = prefill(functions, cache, inputs_BL, given_B - 1 + functions.lead, end_B > given_B, masks.causal)
+    return given_B, end_B, cache, passes
+
+
+def seed(functions: Any, tokens_BL: Int[Array, "B L"], settled_B: Int[Array, "B"]) -> Int[Array, "B 1"]:
+    """Returns the last settled token, or where there is none the id that begins a sequence, if the model has such an id."""
+    last_B1 = pick(tokens_BL, jnp.maximum(settled_B - 1, 0)[:, None])
+    return jnp.where(settled_B[:, None] == 0, functions.vocab, last_B1) if functions.lead else last_B1
 
 
 def to_ranks(

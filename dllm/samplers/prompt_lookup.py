@@ -22,7 +22,7 @@ from dllm.ops import masks
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
 from dllm.ops.passes import count
 from dllm.ops.settings import Settings, shape_logits
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, prefill, put
+from dllm.samplers.loop import Prompt, Samples, chosen, pick, put, read_prompt, seed
 
 LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
 MODEL = ("autoregressive", "uno")  # what it goes with, as samplers.loop.kind says it
@@ -49,16 +49,11 @@ def sample(
             raise UserError(f"{key} is {getattr(options, key)}; make it {least} or more{', or use autoregressive' * (key == 'length')}")
     (batch, length), lead, rows = prompt.tokens.shape, functions.lead, options.length
     column_BQ = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[None], (batch, rows))
-    given_B = prompt.given.sum(1, dtype=jnp.int32)
-    end_B = jnp.minimum(length, jnp.where(settings.max_new < length, given_B + settings.max_new, length))
-    begin_B1 = jnp.full((batch, 1), functions.vocab, jnp.int32)
-    inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if lead else prompt.tokens
 
     def step(state):
         tokens_BL, logprobs_BL, settled_B, end_B, passes, proposed_B, accepted_B, cache, draws = state
         live_B, at_BQ = settled_B < end_B, settled_B[:, None] + column_BQ
-        seed_B1 = pick(tokens_BL, jnp.maximum(settled_B - 1, 0)[:, None])
-        seed_B1 = jnp.where(settled_B[:, None] == 0, begin_B1, seed_B1) if lead else seed_B1
+        seed_B1 = seed(functions, tokens_BL, settled_B)
         drafted_BW, found_B = look_up(tokens_BL, settled_B, options.ngram, rows - 1)
         row_B = jnp.maximum(settled_B - 1 + lead, 0)
         inputs_BQ = jnp.concatenate([seed_B1, drafted_BW], 1)
@@ -83,9 +78,8 @@ def sample(
         passes = count(passes, "verify", live_B, rows)
         return tokens_BL, logprobs_BL, settled_B, end_B, passes, proposed_B, accepted_B, cache, draws
 
-    # Behind the last token there is room for a forward, so that none of its rows is dropped. The last given token is read by the first one.
-    cache = functions.empty_cache(batch, length + lead + rows - 1)
-    cache, passes = prefill(functions, cache, inputs_BL, given_B - 1 + lead, end_B > given_B, masks.causal)
+    # Behind the last token there is room for a forward, so that none of its rows is dropped.
+    given_B, end_B, cache, passes = read_prompt(functions, settings, prompt, lead + rows - 1)
     none = jnp.zeros((batch,), jnp.int32)
     logprobs_BL = jnp.zeros((batch, length), jnp.float32)
     state = (prompt.tokens * prompt.given, logprobs_BL, given_B, end_B, passes, none, none, cache, draws)

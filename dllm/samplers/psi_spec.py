@@ -44,7 +44,7 @@ from dllm.ops.draws import Draws, Purpose, Slot, categorical, uniform
 from dllm.ops.passes import count
 from dllm.ops.settings import Settings, shape_logits
 from dllm.samplers.accept import draw_candidates, judge, walk, walk_rejecting
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, prefill, put
+from dllm.samplers.loop import Prompt, Samples, chosen, put, read_prompt, seed
 
 LEFT_TO_RIGHT = True  # prompts are prefixes; max_new and stop are obeyed
 MODEL = ("uno",)  # what it goes with, as samplers.loop.kind says it
@@ -164,16 +164,11 @@ def _worthwhile(options: Options) -> Options:
 
 def begin(functions: Any, options: Options, settings: Settings, draws: Draws, prompt: Prompt) -> State:
     """Returns the state before the first cycle: the prompt but for its last token is in the cache."""
-    (batch, length), lead = prompt.tokens.shape, functions.lead
-    given_B = prompt.given.sum(1, dtype=jnp.int32)
-    end_B = jnp.minimum(length, jnp.where(settings.max_new < length, given_B + settings.max_new, length))
-    begin_B1 = jnp.full((batch, 1), functions.vocab, jnp.int32)
-    inputs_BL = jnp.concatenate([begin_B1, prompt.tokens[:, :-1]], 1) if lead else prompt.tokens
     # Behind the last token there is room for a cycle, so that no row that is read is dropped.
     widest = max(options.lengths or (options.length,))
     rows = 2 * widest if options.single_pass else max(widest, options.nodes if options.verification in TREES else 0)
-    cache = functions.empty_cache(batch, length + lead + rows)
-    cache, passes = prefill(functions, cache, inputs_BL, given_B - 1 + lead, end_B > given_B, masks.causal)
+    given_B, end_B, cache, passes = read_prompt(functions, settings, prompt, functions.lead + rows)
+    batch, length = prompt.tokens.shape
     none, waiting, record = jnp.zeros((batch,), jnp.int32), None, None
     if options.single_pass:
         width = options.length - 1
@@ -253,12 +248,6 @@ def _law_type(functions: Any, cache: Any) -> Any:
     return jax.eval_shape(lambda cache: functions.forward(cache, row, row, masks.causal)[0], cache).dtype
 
 
-def _seed(functions: Any, state: State) -> Int[Array, "B 1"]:
-    """Returns the last settled token, or the id that begins a sequence."""
-    last_B1 = pick(state.tokens, jnp.maximum(state.settled - 1, 0)[:, None])
-    return jnp.where(state.settled[:, None] == 0, functions.vocab, last_B1) if functions.lead else last_B1
-
-
 def _columns(start_B: Int[Array, "B"], columns: int) -> Int[Array, "B W"]:
     return start_B[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
 
@@ -294,7 +283,7 @@ def _join(
 def _one(functions: Any, settings: Settings, state: State) -> State:
     """Plain autoregression: one row, one token."""
     live_B = state.settled < state.end
-    logits_B1V, cache = _rows(functions, state.cache, _seed(functions, state))
+    logits_B1V, cache = _rows(functions, state.cache, seed(functions, state.tokens, state.settled))
     law_B1V, at_B1 = shape_logits(logits_B1V, settings), state.settled[:, None]
     token_B1, draws = categorical(state.draws, Slot(Purpose.CLEAN, at_B1, state.cycle, live_B[:, None]), law_B1V)
     state = state.replace(cache=cache.replace(lengths_B=state.cache.lengths_B), passes=count(state.passes, "ar", live_B, 1))
@@ -350,7 +339,7 @@ def _draft_passes(functions: Any, options: Options, settings: Settings, state: S
     gate_BQ = jnp.broadcast_to(jnp.arange(options.length)[None] > 0, (len(at_BW), options.length))
     passes, cache = state.passes, state.cache
     for number in range(options.steps):
-        rows_BQ = jnp.concatenate([_seed(functions, state), noise_BW], 1)
+        rows_BQ = jnp.concatenate([seed(functions, state.tokens, state.settled), noise_BW], 1)
         logits_BQV, cache = _rows(functions, cache.replace(lengths_B=state.cache.lengths_B), rows_BQ, gate_BQ)
         passes = count(passes, "draft", live_B, options.length)
         if number == 0:
@@ -460,7 +449,7 @@ def _single_pass(functions: Any, options: Options, settings: Settings, state: St
     used_BW = gate_BQ[:, 1:] & (column_BQ[:, 1:] <= waiting_B[:, None] + width) & (noise_at_BW < state.end[:, None])
     noise_BW, draws = _noise(functions, state.draws, noise_at_BW, cycle_B, used_BW)
     draft_rows_BW = jnp.concatenate([drafted_BW, noise_BW[:, width:]], 1)
-    rows_BQ = jnp.concatenate([_seed(functions, state), jnp.where(gate_BQ[:, 1:], noise_BW, draft_rows_BW)], 1)
+    rows_BQ = jnp.concatenate([seed(functions, state.tokens, state.settled), jnp.where(gate_BQ[:, 1:], noise_BW, draft_rows_BW)], 1)
     logits_BQV, cache = _rows(functions, state.cache, rows_BQ, gate_BQ)
     passes = count(state.passes, "verify", live_B, rows)
 

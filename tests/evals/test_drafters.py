@@ -106,7 +106,7 @@ def exact_marginals(functions, text, width, temperature):
     return np.stack([(weight[:, w, None] * law[:, w + 1]).sum(0) / 3 ** (width - 1 - w) for w in range(width)])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_perfect_marginals_converge(temperature):
     """4,096 paths against the enumeration of all: within 5 standard errors of a mean of numbers in [0, 1], .039; a hundred are worse."""
     text, width = [2, 1, 2], 3
@@ -168,7 +168,9 @@ def draw(kind, requests=range(REQUESTS), temperature=1.0, single_pass=False):
     return program(kind, single_pass)(weights(WIDE), settings, KeyedDraws(jax.random.key(0), jnp.asarray(requests, jnp.int32)), prompt)
 
 
-@pytest.mark.parametrize("kind, single_pass", [("skip_bigrams", False), ("ceiling", False), ("ceiling", True)])
+@pytest.mark.parametrize(
+    "kind, single_pass", [("skip_bigrams", False), pytest.param("ceiling", False, marks=pytest.mark.slow), ("ceiling", True)]
+)
 def test_greedy_text_is_the_models(kind, single_pass):
     """Drafts of any kind leave the target alone; the ceiling's, at temperature 0, are the text itself: all are accepted."""
     ours = draw(kind, temperature=0.0, single_pass=single_pass)

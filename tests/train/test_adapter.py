@@ -201,6 +201,7 @@ Writer.train = train
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_and_a_killed_curriculum_equal_the_undisturbed(base, tmp_path):
     """Over the edge between two stages, which are two programs: stopped before it, killed behind it, and left alone."""
     values = adapter(base[0], data__path=str(tiny.corpus_file(tmp_path)), objective={"name": "uno", "blocks": "2,4"})

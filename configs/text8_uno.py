@@ -4,8 +4,8 @@
     python experiments/train.py --config=configs/text8_uno.py --workdir=runs/text8_uno [--config.data.path=PATH]
 
 Presets: configs/text8_uno.py:tiny and :paper, for that config's. Another base: --config.train.init_from=WORKDIR. The text isn't the base's
-own, so `accepted` is no estimate of what a draft pass has accepted. TO BE MEASURED: time, and figures. Results:
-experiments/results/text8_uno.
+own, so `accepted` is no estimate of what a draft pass has accepted. Its time and figures have not
+been measured yet.
 """
 
 from ml_collections import ConfigDict

@@ -273,7 +273,7 @@ def test_confidence():
 class Markov:
     """A left-to-right model from a table: next[a, b] = P(b | a), row `vocab` for the first token. Its cache only counts."""
 
-    length = 3
+    length, lead = 3, 1
 
     def __init__(self, table):
         self.table, self.vocab = table, table.shape[1]

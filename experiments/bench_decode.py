@@ -17,7 +17,7 @@ sampler  passes a token by kind, then `ratio`: wall time / (executed passes by k
 memory   temporaries of the decode loop, compiled for the longest context with its cache as an argument, beside that cache; with --layers
          below the model's own depth, of the whole depth too.
 
-Five minutes on two idle CPU cores for the first command, and 8 GB of memory.
+Four minutes on two idle CPU cores for the first command, and 8 GB of memory.
 """
 
 from __future__ import annotations

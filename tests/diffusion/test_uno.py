@@ -360,7 +360,7 @@ def test_gradients_of_micro_batches_add_up():
     close(jax.tree.map(lambda *leaves: sum(c * x for c, x in zip(counts, leaves)) / sum(counts), *[part[1] for part in parts]), whole)
 
 
-@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("lead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_packing_changes_nothing(lead):
     model = dataclasses.replace(MASKED, begins=bool(lead))
     config, params = objective.Config(kl=0.1, survival="prefix"), variables(model)["params"]

@@ -190,6 +190,7 @@ def test_floor_and_ceiling():
     assert rate["ceiling"] > rate["adapter"] + 0.1
 
 
+@pytest.mark.slow
 def test_a_request_does_not_depend_on_its_neighbours():
     together = draw("ceiling")
     for request in (5, 2):

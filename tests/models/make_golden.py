@@ -3,7 +3,8 @@
     PYTHON tests/models/make_golden.py                   # writes the files anew
     PYTHON tests/models/make_golden.py --check=FOLDER    # loads FOLDER as tests do: strict, float32; writes FOLDER/logits.npz
 
-PYTHON is an environment of its own: Python 3.11, `pip install torch "transformers>=4.52,<4.60" safetensors numpy`, CPU only. The committed
+PYTHON is an environment of its own: Python 3.11, `pip install torch "transformers>=4.52,<4.60" safetensors numpy`, CPU
+only; with peft too, the adapters' test runs. The committed
 files are from torch 2.13.0 and transformers 4.57.6. A file holds the weights under their names, config.json as text, the tokens [2, 12],
 and float32 logits [2, 12, V] under the causal mask and the block-causal one of block 4, each in one pass and through the cache.
 """

@@ -124,7 +124,7 @@ def test_a_sweep_with_the_parent_as_judge(tokens, programs, tmp_path):
         ("sample", ("--sampler=block_diffusion", "--setting.stop=264"), ("setting stop holds an id outside the vocabulary of 264",)),
         ("sample", ("--sampler=block_diffusion", "--setting.stop=abab"), ("'abab', which is not one token", "give ids")),
         ("sample", ("--sampler=block_diffusion", "--option.select=best"), ("no select 'best'; there are: static, dynamic",)),
-        ("sample", ("--sampler=block_diffusion", "--setting.max_new=40"), ("max_new of 40 are 41 tokens", "context is 32")),
+        ("sample", ("--sampler=block_diffusion", "--setting.max_new=40"), ("max_new of 40 are 40 tokens", "context is 32")),
         ("sample", ("--sampler=autoregressive",), ("autoregressive doesn't go with the model qwen3 of mask_id=263", "block_diffusion")),
         ("sample", ("--sampler=ancestral",), ("ancestral doesn't go with the model qwen3",)),
         ("train", ("--config.model.block=0",), ("model.block is 0; make it 1 to model.length = 32",)),

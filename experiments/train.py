@@ -44,8 +44,9 @@ def main() -> None:
     run, folder = run_config(config.config_dict(CONFIG.value)), Path(WORKDIR.value)
     mesh = sharding.make_mesh(run.mesh)
     rows = sharding.batch_rows(mesh)
-    if run.train.batch % rows:
-        raise UserError(f"train.batch={run.train.batch} must be a multiple of the mesh's data x fsdp = {rows}")
+    if run.train.batch % (rows * run.train.accumulate):
+        parts = f" x train.accumulate = {rows * run.train.accumulate}" if run.train.accumulate > 1 else f" = {rows}"
+        raise UserError(f"train.batch={run.train.batch} must be a multiple of the mesh's data x fsdp{parts}")
     workdir.check_run(folder, run)
     corpus = lookup("data", run.data.name).load(run.data)
     with jax.set_mesh(mesh):

@@ -24,7 +24,8 @@ from dllm.train.sharding import MeshConfig
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Cadences count steps, 0 = never. init_from: a workdir whose weights this run starts with, "" = none."""
+    """Cadences count steps, 0 = never. init_from: a workdir whose weights this run starts with, "" = none. accumulate: parts that a
+    step's batch is cut into, one after the other, where its activations don't fit together."""
 
     seed: int
     steps: int
@@ -35,9 +36,10 @@ class TrainConfig:
     sample_every: int
     save_every: int
     init_from: str
+    accumulate: int = 1
 
     def __post_init__(self):
-        require(self, "train", ("steps", "batch"), "positive", lambda x: x >= 1)
+        require(self, "train", ("steps", "batch", "accumulate"), "positive", lambda x: x >= 1)
         cadences = ("log_every", "eval_every", "eval_batches", "sample_every", "save_every")
         require(self, "train", cadences, "0 or more", lambda x: x >= 0)
         require(self, "train", ("seed",), "0 or more, below 2**32", lambda x: 0 <= x < 2**32)

@@ -27,9 +27,30 @@ def loss(run: Run, params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metr
 
 
 def gradients(run: Run, params: Any, batch: Batch, key: jax.Array) -> tuple[Any, Metrics]:
-    """Returns (gradients of the trained parameters, metrics). Those of frozen ones are never built: they are constants here."""
+    """Returns (gradients of the trained parameters, metrics). Those of frozen ones are never built: they are constants here.
+
+    With train.accumulate = M they are means over M parts of the batch, made one after the other in the memory of one: weighted by the
+    `tokens` of an objective that counts them, so that they are the whole batch's. The noise is each part's own.
+    """
     trained, frozen = optim.split(params, run.optim.train_only)
-    return jax.grad(lambda trained: loss(run, optim.merge(trained, frozen), batch, key), has_aux=True)(trained)
+    part = jax.grad(lambda trained, batch, key: loss(run, optim.merge(trained, frozen), batch, key), has_aux=True)
+    if run.train.accumulate == 1:
+        return part(trained, batch, key)
+
+    # A device's rows stay its own: row b goes to part b % M.
+    parts = jax.tree.map(lambda x_BL: x_BL.reshape(-1, run.train.accumulate, x_BL.shape[1]).swapaxes(0, 1), batch)
+    shapes = jax.eval_shape(part, trained, jax.tree.map(lambda x_MBL: x_MBL[0], parts), key)
+
+    def add(carry: tuple[Any, Any], micro: tuple[Any, Batch]) -> tuple[tuple[Any, Any], None]:
+        number, batch = micro
+        found = part(trained, batch, jax.random.fold_in(key, number))
+        tokens = found[1].get("tokens", 1.0)
+        return (jax.tree.map(lambda total, x: total + tokens * x, carry[0], found), carry[1] + tokens), None
+
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), jnp.float32(0)
+    (sums, tokens), _ = jax.lax.scan(add, nothing, (jnp.arange(run.train.accumulate, dtype=jnp.int32), parts))
+    grads, metrics = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1), sums)
+    return grads, metrics | ({"tokens": tokens} if "tokens" in metrics else {})
 
 
 def make_train_step(run: Run, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

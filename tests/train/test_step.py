@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from dllm.core.paths import named_leaves
 from dllm.core.types import UserError
+from dllm.ops import masks
 from dllm.train import optim, sharding, step
 from dllm.train.state import create
 from tests.train import tiny
@@ -180,6 +181,39 @@ def test_further_fields_reach_the_objective_by_name():
     row = step.evaluate(step.make_eval_step(run, mesh), create(run, mesh).params, batches, mesh)
     assert seen == {"segment": (8, 16), "trained": np.bool_}
     assert row["loss"] == pytest.approx((128 * 128 + 32 * 32) / (128 + 32))  # the mean over trained tokens, not over batches
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+def test_accumulated_parts_give_the_whole_batchs_gradient(mesh):
+    parts = dict(model=tiny.GPT | {"vocab": 27}, objective={"name": "next_token"})
+    whole, cut = tiny.run(**parts), tiny.run(train__accumulate=2, mesh=dict(zip(("data", "fsdp", "tensor"), mesh)), **parts)
+    grads, accumulated = (fresh_gradients(run, jax.random.key(7)) for run in (whole, cut))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), accumulated, grads)
+    (_, rows), (_, cut_rows) = steps(whole, 3), steps(cut, 3)
+    np.testing.assert_allclose([r["loss"] for r in cut_rows], [r["loss"] for r in rows], rtol=1e-5)
+
+
+def test_accumulated_parts_weigh_by_their_tokens():
+    """Rows of unequal numbers of trained tokens: a mean of the parts' means would be another objective."""
+
+    def loss(functions, tokens_BL, key, config, *, trained_BL):
+        logits_BLV = functions.forward(None, tokens_BL, jnp.zeros_like(tokens_BL), masks.causal)[0]
+        tokens = jnp.sum(trained_BL, dtype=jnp.float32)
+        mean = jnp.sum(trained_BL * logits_BLV[:, : trained_BL.shape[1], 3]) / tokens
+        return mean, {"loss": mean, "tokens": tokens}
+
+    module = types.ModuleType("objective")
+    module.loss = loss
+    trained_BL = np.arange(16)[None] < np.array([16, 1] * 4)[:, None]
+    found = []
+    for parts in (1, 2):
+        run = tiny.run(model=tiny.GPT | {"vocab": 27}, objective={"name": "next_token"}, train__accumulate=parts)
+        run = dataclasses.replace(run, objective=dataclasses.replace(run.objective, module=module))
+        params = create(run, sharding.make_mesh(run.mesh)).params
+        batch = {"tokens": TOKENS[0], "trained": trained_BL}
+        found.append(jax.device_get(jax.jit(functools.partial(step.gradients, run))(params, batch, jax.random.key(0))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)
+    assert found[1][1]["tokens"] == trained_BL.sum()
 
 
 def test_mesh_errors_say_what_to_set():

@@ -75,7 +75,7 @@ def test_ancestral(vocab, length, name):
 @pytest.mark.parametrize("vocab, length", SIZES)
 @pytest.mark.parametrize("verification", ["chain", "block"])
 @pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("n_verify", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_verify", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_self_speculative(vocab, length, name, n_verify, verification):
     tables = make_tables(vocab, length)
     got = law_ssmd(Functions(tables), name, n_verify, verification)

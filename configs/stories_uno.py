@@ -2,12 +2,12 @@
 
     python experiments/convert_hf.py  --model=stories260k --src=stories260K.bin --dst=runs/stories/parent
     python experiments/make_corpus.py --workdir=runs/stories/parent --out=runs/stories/corpus --tokens=10_000_000 --length=256
-    python experiments/train.py       --config=configs/stories_uno.py --workdir=runs/stories/uno
+    python experiments/train.py       --config=configs/stories_uno.py --workdir=runs/stories_uno/main
 
-The default is `survival_length,tv_kl`: the expected accepted length, and a hundredth of KL. Presets, each one change of the released `tv`:
-any of PRESETS, or more than one with commas between them, configs/stories_uno.py:survival,r32; all end with blocks of 8. The corpus is
-the base's own text, so `accepted` estimates what a draft pass of 9 rows has accepted. It ends at .81. Half an hour on one CPU core.
-Results: experiments/results/stories_uno.
+The default is `survival_length,tv_kl,r16,curriculum`: the expected accepted length and a hundredth of KL, rank 16, blocks of 2, then of 4,
+then of 8. Presets, each one change of the released `tv`: any of PRESETS, or more than one with commas between them,
+configs/stories_uno.py:survival,r32; all end with blocks of 8. The corpus is the base's own text, so `accepted` estimates what a draft pass
+of 9 rows has accepted. Half an hour on one quiet CPU core. Results: experiments/results/stories_uno.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ PRESETS = {
 }
 
 
-def get_config(preset="survival_length,tv_kl"):
+def get_config(preset="survival_length,tv_kl,r16,curriculum"):
     for name in preset.split(","):
         if name not in PRESETS:
             raise UserError(f"no preset {name!r} in this config; there are: {', '.join(PRESETS)}")
@@ -48,7 +48,7 @@ def get_config(preset="survival_length,tv_kl"):
     config.objective = dict(name="uno", tv=1.0, kl=0.0, ce=0.0, ce_target="teacher", survival="none", blocks="", chunk=64)
     config.optim = dict(lr=1e-3, warmup=100, b1=0.9, b2=0.98, weight_decay=0.0, clip=1.0, ema=0.999, train_only="^lora/")
     config.optim.update(decay="cosine", lr_factor=1.0, lr_factor_on="")
-    config.train = dict(seed=0, steps=2500, batch=8, init_from="runs/stories/parent")
+    config.train = dict(seed=0, steps=6000, batch=8, init_from="runs/stories/parent")
     config.train.update(log_every=50, eval_every=250, eval_batches=16, sample_every=500, save_every=250)
     config.mesh = dict(data=-1, fsdp=1, tensor=1)
     config.sampler = dict(name="psi_spec", length=8)

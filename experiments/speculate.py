@@ -176,6 +176,8 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
                 style = {"color": f"C{n % 10}", "linestyle": "--" if curve.yardstick else "none" if curve.line else "-"}
                 style |= {"marker": MARKERS[n // 10 % len(MARKERS)], "markersize": 4, "linewidth": 1.5, "elinewidth": 1, "capsize": 2}
                 ax.errorbar(curve.x, curve.y, curve.error, label=curve.label, **style)
+                if curve.yardstick and len(curve.x) == 1:
+                    ax.axhline(curve.y[0], color=style["color"], linewidth=1, linestyle="--")
                 if curve.line:
                     ax.plot(curve.x, curve.line[0] + curve.line[1] * curve.x, color=style["color"], linewidth=1)
             if panel.level is not None:

@@ -19,7 +19,8 @@ token, and drafts.
 tree and tree_rejection offer several candidates for each drafted position. The verifying pass reads a tree of them (ops/trees.py) and keeps
 the rows of the path that is accepted.
 
-adaptive (lengths and costs) chooses L anew before each cycle, for the whole batch, from what earlier cycles accepted. It has seen none of
+adaptive (lengths and costs) chooses L anew before each cycle, or stretch of plain tokens, for the whole batch, from what earlier cycles
+accepted. It has seen none of
 the cycle's own draws, so each row's law is as before, whatever its neighbours. Its tokens are not: they hang on the lengths, and so on
 all rows of the batch.
 """
@@ -54,6 +55,7 @@ TREES = ("tree", "tree_rejection")
 FADE = 0.95  # what a count is worth after one more test of its depth
 PRIOR = 2.0  # tests that a depth's acceptance begins with, at the rate of all depths
 EXPLORE = 0.02  # of the cost so far, what trying a longer length than the best may have lost
+STRETCH = 16  # tokens of plain autoregression until the next choice: of a small model's pass the choice would be a tenth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,10 +204,16 @@ def _cycle(functions: Any, options: Options, settings: Settings, state: State) -
 
 def _adaptive(functions: Any, options: Options, settings: Settings, state: State) -> State:
     number, loss = _choose(options, state)
-    spent = state.record.spent + jnp.asarray(options.costs, jnp.float32)[number]
-    state = state.replace(record=state.record.replace(spent=spent, explored=state.record.explored + loss))
-    cycles = [functools.partial(_cycle, functions, dataclasses.replace(options, length=n), settings) for n in options.lengths]
-    return lax.switch(number, cycles, state)
+    state = state.replace(record=state.record.replace(explored=state.record.explored + loss))
+
+    def cycle(length: int, cost: float, state: State) -> State:
+        state = state.replace(record=state.record.replace(spent=state.record.spent + cost))
+        return _cycle(functions, dataclasses.replace(options, length=length), settings, state)
+
+    first, *longer = (functools.partial(cycle, *each) for each in zip(options.lengths, options.costs))
+    more = lambda carry: (carry[0] < STRETCH) & (carry[1].settled < carry[1].end).any()
+    plain = lambda state: lax.while_loop(more, lambda carry: (carry[0] + 1, first(carry[1])), (jnp.int32(0), state))[1]
+    return lax.switch(number, [plain, *longer], state)
 
 
 def _choose(options: Options, state: State) -> tuple[Int[Array, ""], Float[Array, ""]]:

@@ -55,6 +55,7 @@ TREES = ("tree", "tree_rejection")
 FADE = 0.95  # what a count is worth after one more test of its depth
 PRIOR = 2.0  # tests that a depth's acceptance begins with, at the rate of all depths
 EXPLORE = 0.02  # of the cost so far, what trying a longer length than the best may have lost
+MARGIN = 1.1  # what drafting has to promise over plain autoregression: measured costs and rates of few tests err by as much
 STRETCH = 16  # tokens of plain autoregression until the next choice: of a small model's pass the choice would be a tenth
 
 
@@ -232,9 +233,10 @@ def _choose(options: Options, state: State) -> tuple[Int[Array, ""], Float[Array
     upto_E = jnp.cumsum(settles_E * room_BE.sum(0))
     tokens_K = upto_E[jnp.asarray([length if length > 1 else 0 for length in options.lengths])]
     cost_K = jnp.asarray(options.costs, jnp.float32)
-    best = jnp.argmax(tokens_K / cost_K)
+    worth_K = tokens_K / cost_K * jnp.where(jnp.arange(len(cost_K)) == 0, MARGIN, 1)
+    best = jnp.argmax(worth_K)
     longer = jnp.minimum(best + 1, len(options.lengths) - 1)
-    loss = cost_K[longer] - tokens_K[longer] * cost_K[best] / tokens_K[best]
+    loss = cost_K[longer] * (1 - worth_K[longer] / worth_K[best])
     probe = (tokens_K[longer] > tokens_K[best]) & (record.explored + loss <= EXPLORE * record.spent)
     return jnp.where(probe, longer, best), jnp.where(probe, loss, 0)
 

@@ -100,7 +100,8 @@ def test_which_drafters_go_where():
 
 
 def test_turns():
-    """All programs get the same requests, other ones in each repetition; the first isn't counted; the loop runs to its slowest row."""
+    """All programs get the same requests, other ones in each repetition, and begin in turn; the first isn't counted; the loop runs to its
+    slowest row."""
     seen = []
 
     def program(name):
@@ -111,7 +112,7 @@ def test_turns():
         return run
 
     turns = speculation.take_turns(setup(), {"a": program("a"), "b": program("b")}, 2, (1, 10), repetitions=2)
-    assert [(name, new) for name, new, *_ in seen] == [("a", 1), ("b", 1), ("a", 10), ("b", 10)] * 3
+    assert [(name, new) for name, new, *_ in seen] == [(name, new) for names in ("ab", "ba", "ab") for new in (1, 10) for name in names]
     assert [requests for *_, requests, _ in seen[::4]] == [[0, 1], [2, 3], [4, 5]]
     assert [prompts for *_, prompts in seen[::4]] == [setup().prompts_NG[[r % 4, (r + 1) % 4]].tolist() for r in (0, 2, 4)]
     assert turns["b", 10].cycles_R.tolist() == [8, 8]

@@ -433,7 +433,7 @@ def check_batch(prefixes, options=ADAPTIVE, model=None, cycles=None, **settings)
 @pytest.mark.slow
 def test_adaptive_law(float64):
     """Of one row; what was accepted before decides the lengths."""
-    runs = check_batch([(1,)], dict(ADAPTIVE, costs=(1.0, 2.2, 2.4)), dict(length=7, zeros=0.0, good=0.3))
+    runs = check_batch([(1,)], dict(ADAPTIVE, costs=(1.0, 2.0, 2.2)), dict(length=7, zeros=0.0, good=0.3))
     assert len(runs) > 3
 
 

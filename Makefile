@@ -31,6 +31,12 @@ endif
 	  { echo "error: the requirements of setup.py could not be installed (above: why); set-up needs a package index once" >&2; exit 1; }
 	@echo "$(CURDIR)" > $@
 
+# The compilers of TPU and H200, which need no such device: beside .venv, since JAX would look for the devices wherever they are installed.
+.aot/.ready: .venv/.ready setup.py
+	@.venv/bin/python -m venv --clear .aot
+	@.aot/bin/python -m pip install -qq --disable-pip-version-check --no-input -e '.[aot]'
+	@touch $@
+
 quickstart: .venv/.ready
 	@.venv/bin/python experiments/train.py --config=configs/quickstart.py --workdir=runs/quickstart
 	@.venv/bin/python experiments/sweep.py --config=configs/sweeps/quickstart.py --workdir=runs/quickstart --out=runs/quickstart/nfe
@@ -49,5 +55,5 @@ test-all: lint
 	@.venv/bin/python -m pytest -n auto --maxprocesses=4 --dist loadfile -m ''
 
 clean:
-	rm -rf .venv .cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv .aot .cache .pytest_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ CORE = [
 ]
 
 EXTRAS = {
+    "aot": ["jax-cuda13-pjrt>=0.11.2,<0.13", "jax-cuda13-plugin>=0.11.2,<0.13", "jax[tpu]>=0.11.2,<0.13"],
     "hf": ["gguf>=0.17,<1", "safetensors>=0.8,<1", "tokenizers>=0.22,<1"],
     "plots": ["matplotlib>=3.9,<4"],
     "test": ["beartype>=0.22,<0.24", "pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "ruff>=0.17,<0.18"],

@@ -15,14 +15,20 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+Ranges = tuple[tuple[int, int], ...]
+ALL = 2**31 - 1  # behind every key
+
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
     """What all masks share: pictures. A kind of mask adds
 
     allowed(query_index, key_index, start) -> bool, in the shape that the index arrays broadcast to
+    ranges(first, last) -> ((low, high), ...)
 
-    where `start` is the index of the forward pass's first row: what lies before it is in the cache.
+    where `start` is the index of the forward pass's first row: what lies before it is in the cache. Ranges are the keys low..high-1 that
+    the queries first..last read in a pass without a cache, ascending and apart, by arithmetic on whole numbers: a kernel visits what
+    meets them, and nothing else. They may go beyond the last key.
     """
 
     def dense(self, queries: int, keys: int) -> Bool[Array, "Q S"]:
@@ -50,6 +56,10 @@ class Full(Mask):
         """Returns True everywhere."""
         return jnp.ones(jnp.broadcast_shapes(query_index.shape, key_index.shape), bool)
 
+    def ranges(self, first: int, last: int) -> Ranges:
+        """Returns all keys."""
+        return ((0, ALL),)
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,10 @@ class Causal(Mask):
     def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns key <= query."""
         return key_index <= query_index
+
+    def ranges(self, first: int, last: int) -> Ranges:
+        """Returns the keys up to the last query."""
+        return ((0, last + 1),)
 
 
 @jax.tree_util.register_static
@@ -86,6 +100,10 @@ class BlockCausal(Mask):
     def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns block of key <= block of query; blocks are counted from index 0."""
         return _blocks(key_index, self.block) <= _blocks(query_index, self.block)
+
+    def ranges(self, first: int, last: int) -> Ranges:
+        """Returns the keys up to the end of the last query's block."""
+        return ((0, (last // self.block + 1) * self.block),)
 
 
 @jax.tree_util.register_static
@@ -111,12 +129,24 @@ class CleanNoisy(Mask):
 
     def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns the rule above. With a cache, `start` is a multiple of `block`."""
-        noisy_query, query_at = self._place(query_index, start)
-        noisy_key, key_at = self._place(key_index, start)
-        query_block, key_block = _blocks(query_at, self.block), _blocks(key_at, self.block)
-        upto = key_at <= query_at if self.causal else key_block <= query_block
-        own = noisy_key & (query_block == key_block) & upto
-        return jnp.where(noisy_query, own | (~noisy_key & (key_block < query_block)), ~noisy_key & upto)
+        noisy, at = self._place(query_index, start)
+        first = _blocks(at, self.block) * self.block
+        # As two ranges of keys for each query: the arithmetic is by the row, a score costs three comparisons, and TPUs don't select bools.
+        upto = jnp.minimum(at + 1 if self.causal else first + self.block, start + self.length)
+        clean = key_index < jnp.where(noisy, first, upto)
+        own = (key_index >= jnp.where(noisy, first + self.length, ALL)) & (key_index < upto + self.length)
+        return clean | own
+
+    def ranges(self, first: int, last: int) -> Ranges:
+        """Returns the clean keys that clean and noisy queries among them read, and the noisy ones."""
+        clean, noisy = min(last, self.length - 1), (max(first - self.length, 0), last - self.length)
+        behind = lambda at: at + 1 if self.causal else min((at // self.block + 1) * self.block, self.length)
+        upto = behind(clean) if first <= clean else 0
+        if noisy[1] < 0:
+            return ((0, upto),)
+        upto = max(upto, noisy[1] // self.block * self.block)
+        own = self.length + noisy[0] // self.block * self.block, self.length + behind(noisy[1])
+        return ((0, upto), own) if upto else (own,)
 
     def _place(self, index: Array, start: Array) -> tuple[Array, Array]:
         noisy = index >= start + self.length
@@ -137,6 +167,10 @@ class Tail(Mask):
     def allowed(self, query_index: Int[Array, "..."], key_index: Int[Array, "..."], start: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Returns key <= query, or any key where the query is behind the first row."""
         return (key_index <= query_index) | (query_index > start)
+
+    def ranges(self, first: int, last: int) -> Ranges:
+        """Returns all keys, or the first where the first query is alone."""
+        return ((0, ALL if last else 1),)
 
 
 @struct.dataclass
@@ -164,6 +198,10 @@ class Ancestors(Mask):
         here_BNS = jnp.broadcast_to(column_B1S, (batch, *column_B1S.shape[1:])) == jnp.arange(nodes)[None, :, None]
         own_BQS = jnp.einsum("bqn,bns->bqs", path_BQN.astype(jnp.float32), here_BNS.astype(jnp.float32)) > 0
         return own_BQS | (column_B1S < 0)
+
+    def ranges(self, first: int, last: int) -> Ranges:
+        """Returns all rows: the tree is data."""
+        return ((0, ALL),)
 
 
 def _blocks(index: Array, block: int) -> Array:

@@ -146,3 +146,35 @@ def test_a_mask_of_65536_rows_needs_no_array_of_them():
     # a clean row reads the clean rows to its block's end; a noisy one those before its block, and its block
     assert counts(queries).tolist() == [4, 8, length, 4, 8, length]
     assert counts.lower(queries).compile().memory_analysis().temp_size_in_bytes < 2**22  # 6 x 65,536 entries, not 65,536^2
+
+
+@pytest.mark.parametrize(
+    "mask, queries",
+    [
+        (masks.full, 9),
+        (masks.causal, 9),
+        (masks.tail, 9),
+        *((masks.BlockCausal(block), 9) for block in (1, 2, 4, 16)),
+        *((masks.CleanNoisy(block, length), 2 * length) for block, length in ((1, 6), (2, 6), (8, 6), (3, 7))),
+        *((masks.CleanNoisy(block, length, causal=True), 2 * length) for block, length in ((1, 6), (2, 6), (8, 6), (3, 7))),
+    ],
+    ids=str,
+)
+def test_ranges_are_exactly_what_queries_read(mask, queries):
+    dense = np.asarray(mask.dense(queries, queries))
+    for first in range(queries):
+        for last in range(first, queries):
+            ranges, got = mask.ranges(first, last), np.zeros(queries, bool)
+            for low, high in ranges:
+                got[low:high] = True
+            np.testing.assert_array_equal(got, dense[first : last + 1].any(0), err_msg=f"{first}..{last}")
+            ends = [end for bounds in ranges for end in bounds]
+            assert ends == sorted(ends)
+            assert all(low < high for low, high in ranges)
+
+
+def test_every_mask_reads_all_that_is_cached():
+    """What the decode form of attention rests on: it evaluates a mask over the pass's own rows only."""
+    start, rows = jnp.full((3, 1, 1), 8), jnp.arange(4)[None, :, None]
+    for mask in (*PICTURES, masks.CleanNoisy(2, 2), masks.CleanNoisy(1, 2, causal=True), masks.BlockCausal(4)):
+        assert mask.allowed(start + rows, jnp.arange(8)[None, None], start).all(), mask

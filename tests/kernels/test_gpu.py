@@ -10,6 +10,8 @@ from dllm.kernels.block_attention import gpu, ref
 from dllm.kernels.block_attention.tiles import visits
 from dllm.ops import masks
 
+pytestmark = pytest.mark.slow  # the interpreter takes seconds a call
+
 RACES = plgpu.InterpretGPUParams(detect_races=True)  # raises where a thread touches what another may be writing, and hangs where one waits
 MASKS = {
     "full": lambda length: masks.full,
@@ -26,6 +28,12 @@ def _normal(seed: int, *shapes, dtype=jnp.bfloat16):
     return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes)]
 
 
+def _run(kernel, *arrays):
+    """Returns the kernel's results, when they are there: interpret mode runs XLA programs in callbacks, and waits for ever once those that
+    were dispatched behind it fill the queue (32 programs)."""
+    return jax.block_until_ready(jax.jit(kernel)(*arrays))
+
+
 def _close(got, want, rtol=1e-2):
     got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
     assert np.isfinite(got).all()
@@ -34,7 +42,7 @@ def _close(got, want, rtol=1e-2):
 
 def _check(mask, B, Q, S, H, G, K, dtype=jnp.bfloat16, **more):
     q, k, v = _normal(0, (B, Q, H, K), (B, S, G, K), (B, S, G, K), dtype=dtype)
-    out, lse = jax.jit(lambda q, k, v: gpu.forward(q, k, v, mask, scale=K**-0.5, interpret=RACES, **more))(q, k, v)
+    out, lse = _run(lambda q, k, v: gpu.forward(q, k, v, mask, scale=K**-0.5, interpret=RACES, **more), q, k, v)
     want, want_lse = ref.reference(q, k, v, mask, scale=K**-0.5, **more)
     assert out.dtype == dtype
     assert lse.dtype == jnp.float32
@@ -79,7 +87,7 @@ def test_empty_tiles_are_not_read():
     q, k, v = _normal(0, (1, length, 1, 64), (1, length, 1, 64), (1, length, 1, 64))
     want, _ = ref.reference(q, k, v, mask, scale=0.125)
     poisoned = lambda x: x.at[:, 4 * tile : 5 * tile].set(jnp.nan)
-    out, _ = jax.jit(lambda q, k, v: gpu.forward(q, k, v, mask, scale=0.125, interpret=RACES))(q, poisoned(k), poisoned(v))
+    out, _ = _run(lambda q, k, v: gpu.forward(q, k, v, mask, scale=0.125, interpret=RACES), q, poisoned(k), poisoned(v))
     lines = visits(mask, length, length, 2 * gpu.ROWS, tile)
     clear = [t for t in range(6) if 4 not in lines.tile_TW[t, : lines.count_T[t]]]
     assert clear == [0, 1, 2, 3, 5]
@@ -89,8 +97,8 @@ def test_empty_tiles_are_not_read():
 
     short = jnp.array([4 * tile], jnp.int32)
     want, _ = ref.reference(q, k, v, masks.full, scale=0.125, kv_lengths=short)
-    run = jax.jit(lambda q, k, v: gpu.forward(q, k, v, masks.full, scale=0.125, kv_lengths=short, interpret=RACES))
-    _close(run(q, poisoned(k), poisoned(v))[0], want)
+    kernel = lambda q, k, v: gpu.forward(q, k, v, masks.full, scale=0.125, kv_lengths=short, interpret=RACES)[0]
+    _close(_run(kernel, q, poisoned(k), poisoned(v)), want)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -131,8 +139,8 @@ def _check_decode(mask, rows, lengths, S=300, H=4, G=2, K=64, dtype=jnp.bfloat16
     tile_S = np.arange(S, dtype=np.int32) // gpu.TILES[K].keys
     behind_BS = tile_S[None] > (np.array(lengths)[:, None] + rows - 1) // gpu.TILES[K].keys
     hide = lambda x: x.at[0].set(jnp.nan).at[1].set(jnp.where(behind_BS[:, :, None, None], jnp.nan, x[1]))
-    run = jax.jit(lambda q, k, v, layer, lengths: gpu.decode(q, k, v, layer, lengths, mask, scale=K**-0.5, interpret=RACES))
-    got = run(q, hide(k), hide(v), layer, lengths_B)
+    kernel = lambda q, k, v, layer, lengths: gpu.decode(q, k, v, layer, lengths, mask, scale=K**-0.5, interpret=RACES)
+    got = _run(kernel, q, hide(k), hide(v), layer, lengths_B)
     want, _ = ref.reference(q, k[1], v[1], mask, scale=K**-0.5, kv_lengths=lengths_B + rows, start=lengths_B)
     assert got.dtype == dtype
     _close(got, want)

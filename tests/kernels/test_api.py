@@ -36,7 +36,7 @@ def test_the_platform_chooses_the_kernel():
         assert "block_attention_forward" in str(jax.make_jaxpr(call)(q, k, v))
     with devices("NVIDIA H200", "gpu"), pytest.raises(NotImplementedError, match="the GPU kernel multiplies bfloat16 or float16"):
         call(q, k, v)
-    with pytest.raises(UserError, match="implementation 'triton'; it can be 'mosaic_tpu' or 'mosaic_gpu' or 'reference'"):
+    with pytest.raises(UserError, match="implementation 'triton'; it can be 'mosaic_tpu' or 'mosaic_gpu' or 'xla' or 'reference'"):
         block_attention(q, k, v, masks.causal, scale=0.125, implementation="triton")
 
 

@@ -277,14 +277,15 @@ def _attend(
         if groups == 2:
             plgpu.set_max_registers(40, action="decrease")
 
-        @pl.loop(0, steps)
+        @pl.loop(0, steps + slots)  # a round more: every slot is waited for, so that no phase of a barrier ends unseen
         def _fill(step):
             slot = slot_of(step)
-            k_from, v_from = loads(step)
-            pl.when(step >= slots)(lambda: plgpu.barrier_wait(k_free.at[slot]))
-            plgpu.copy_gmem_to_smem(k_from, k.at[slot], k_ready.at[slot])
-            pl.when(step >= slots)(lambda: plgpu.barrier_wait(v_free.at[slot]))
-            plgpu.copy_gmem_to_smem(v_from, v.at[slot], v_ready.at[slot])
+            for tile_at, ring, ready, free in ((0, k, k_ready, k_free), (1, v, v_ready, v_free)):
+                pl.when(step >= slots)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+
+                @pl.when(step < steps)
+                def _copy(tile_at=tile_at, ring=ring, ready=ready):
+                    plgpu.copy_gmem_to_smem(loads(step)[tile_at], ring.at[slot], ready.at[slot])
 
 
 def _add(mixed, weight, v_ref):

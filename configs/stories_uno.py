@@ -7,7 +7,7 @@
 The default is `survival_length,tv_kl,r16,curriculum`: the expected accepted length and a hundredth of KL, rank 16, blocks of 2, then of 4,
 then of 8. Presets, each one change of the released `tv`: any of PRESETS, or more than one with commas between them,
 configs/stories_uno.py:survival,r32; all end with blocks of 8. The corpus is the base's own text, so `accepted` estimates what a draft pass
-of 9 rows has accepted. Half an hour on one quiet CPU core. Results: experiments/results/stories_uno.
+of 9 rows has accepted. An hour of one CPU core that had other work too. Results: experiments/results/stories_uno.
 """
 
 import dataclasses

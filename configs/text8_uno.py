@@ -4,7 +4,7 @@
     python experiments/train.py --config=configs/text8_uno.py --workdir=runs/text8_uno [--config.data.path=PATH]
 
 Presets: configs/text8_uno.py:tiny and :paper, for that config's. Another base: --config.train.init_from=WORKDIR. The text isn't the base's
-own, so `accepted` is no estimate of what a draft pass has accepted. Figures of a quarter of `mini`'s steps, on another text:
+own, so `accepted` is no estimate of what a draft pass has accepted. Figures of a shorter run, on another text:
 experiments/results/text8_uno.
 """
 

@@ -1,15 +1,27 @@
-"""The call sites of attention: over a pass's own rows, and over the cache."""
+"""The call sites of attention: over a pass's own rows, and over the cache. TPUs and GPUs run the kernels of kernels/block_attention.
+
+Where a mesh is set each device computes the heads, and the rows of the batch, that lie on it.
+"""
 
 from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from dllm.kernels.block_attention import block_attention, decode_attention, platform
 from dllm.models.cache import Cache
+from dllm.ops import mesh
 from dllm.ops.masks import CleanNoisy, Mask
 
+SQUARE = 1024  # rows of which XLA makes all scores at once, faster than tile by tile; of longer sequences it never does
 CHUNK = 512  # cached keys read at a time where the cache is longer: no copy of a layer's keys, and none read behind the longest row
 
 
@@ -25,6 +37,46 @@ def attention(
     Queries and keys are the same rows, of index 0 and up; the mask compares these. `segment` numbers the documents of packed rows: a row
     reads only keys of its own document.
     """
+    kv_heads = mesh.spread_heads(q_BLHK.shape[2], k_BLGK.shape[2])
+    k_BLGK, v_BLGK = (jnp.repeat(x, kv_heads // x.shape[2], 2) for x in (k_BLGK, v_BLGK))
+    axes = mesh.axes(q_BLHK.shape[0], kv_heads)
+    heads, rows = PartitionSpec(axes[0], None, axes[1]), PartitionSpec(axes[0])
+    return mesh.divided(_attention, (heads, heads, heads, rows, rows), heads)(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL)
+
+
+def cached_attention(q_BQHK: Float[Array, "B Q H K"], cache: Cache, layer: Int[Array, ""], mask: Mask) -> Float[Array, "B Q H K"]:
+    """Returns attention over the keys and values of `layer`, into which this pass's rows were written (Cache.write).
+
+    Query row r has index length + r, slot s has index s; the mask compares these. What lies beyond length + Q is not read.
+    """
+    axes = mesh.axes(q_BQHK.shape[0], cache.k.shape[3])
+    heads, rows, slots = PartitionSpec(axes[0], None, axes[1]), PartitionSpec(axes[0]), PartitionSpec(None, axes[0], None, axes[1])
+    return mesh.divided(_cached_attention, (heads, Cache(slots, slots, rows), PartitionSpec(), rows), heads)(q_BQHK, cache, layer, mask)
+
+
+def _by_kernel(attend: Callable[[], Array]) -> Array | None:
+    """Returns what the platform's kernel gives, None where it doesn't serve the case, with a line in the log; CPUs have none."""
+    if platform() == "cpu":
+        return None
+    try:
+        return attend()
+    except NotImplementedError as reason:
+        _say_once(f"attention runs without its kernel: {reason}")
+        return None
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
+
+
+def _attention(q_BLHK: Any, k_BLGK: Any, v_BLGK: Any, mask: Mask, segment_BL: Any) -> Array:
+    """Returns attention of the rows and heads of one device."""
+    attend = functools.partial(block_attention, q_BLHK, k_BLGK, v_BLGK, mask, scale=q_BLHK.shape[-1] ** -0.5, segment_ids=segment_BL)
+    if (mixed_BLHK := _by_kernel(attend)) is not None:
+        return mixed_BLHK
+    if q_BLHK.shape[1] > SQUARE:
+        return attend(implementation="xla")
     if isinstance(mask, CleanNoisy) and mask.length % mask.block == 0:
         return _clean_noisy(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL)
     index_L = jnp.arange(q_BLHK.shape[1], dtype=jnp.int32)
@@ -34,12 +86,12 @@ def attention(
     return _mix(q_BLHK, k_BLGK, v_BLGK, allow_BLL)
 
 
-def cached_attention(q_BQHK: Float[Array, "B Q H K"], cache: Cache, layer: Int[Array, ""], mask: Mask) -> Float[Array, "B Q H K"]:
-    """Returns attention over the keys and values of `layer`, into which this pass's rows were written (Cache.write).
-
-    Query row r has index length + r, slot s has index s; the mask compares these. What lies beyond length + Q is not read.
-    """
+def _cached_attention(q_BQHK: Any, cache: Cache, layer: Any, mask: Mask) -> Array:
+    """Returns attention over the cached rows and heads of one device."""
     (B, Q, H, K), S, G = q_BQHK.shape, *cache.k.shape[2:4]
+    attend = functools.partial(decode_attention, q_BQHK, cache.k, cache.v, layer, cache.lengths_B, mask, scale=K**-0.5)
+    if (mixed_BQHK := _by_kernel(attend)) is not None:
+        return mixed_BQHK
     start_B11 = cache.lengths_B[:, None, None]
     query_index = start_B11 + jnp.arange(Q, dtype=jnp.int32)[None, :, None]
 

@@ -11,7 +11,6 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,6 +18,7 @@ from dllm.core.types import UserError
 from dllm.models import moe
 from dllm.models.attention import attention, cached_attention
 from dllm.models.cache import Cache
+from dllm.ops import mesh
 from dllm.ops.layers import Dense, Lora, RMSNorm
 from dllm.ops.masks import Mask
 from dllm.ops.rotary import Table, rotary_table, rotate
@@ -82,9 +82,16 @@ class BlockConfig:
 
 def constrain(h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
     """Returns h with its rows laid over (data, fsdp) where a mesh is set. Left alone, XLA may gather activations in place of weights."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return h_BLD
-    return lax.with_sharding_constraint(h_BLD, PartitionSpec(("data", "fsdp")))
+    return mesh.constrain(h_BLD, PartitionSpec(mesh.axes(h_BLD.shape[0], 1)[0]))
+
+
+def empty_cache(config: BlockConfig, layers: int, batch: int, slots: int) -> Cache:
+    """Returns a cache of which no row is filled. Where a mesh is set its rows lie over (data, fsdp) and its heads over `tensor`, repeated
+    if they are fewer, so that no device has more than it reads."""
+    kv_heads = mesh.spread_heads(config.heads, config.kv_heads)
+    cache, (rows, heads) = Cache.empty(layers, batch, slots, kv_heads, config.head_width, config.dtype), mesh.axes(batch, kv_heads)
+    put = lambda x: mesh.constrain(x, PartitionSpec(None, rows, None, heads))
+    return Cache(put(cache.k), put(cache.v), mesh.constrain(cache.lengths_B, PartitionSpec(rows)))
 
 
 class Block(nn.Module):
@@ -120,7 +127,8 @@ class Block(nn.Module):
         if cache is None:
             mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL=segment_BL)
         else:
-            cache = cache.write(layer, k_BLGK, v_BLGK)
+            repeats = cache.k.shape[3] // cfg.kv_heads  # `empty_cache`
+            cache = cache.write(layer, *(jnp.repeat(x, repeats, 2) for x in (k_BLGK, v_BLGK)))
             mixed_BLHK = cached_attention(q_BLHK, cache, layer, mask)
         h_BLD = h_BLD + dense("o", D, mixed_BLHK.reshape(B, L, -1), quiet)
 

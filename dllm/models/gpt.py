@@ -72,12 +72,11 @@ def init(config: Config, key: jax.Array) -> dict[str, Any]:
 def bind(config: Config, variables: Any) -> Functions:
     """Returns the model as plain functions. Call it inside the jitted function that uses them."""
     module = build(config)
-    block = module.config
 
     def forward(cache, tokens_BQ, positions_BQ, mask):
         return module.apply(variables, cache, tokens_BQ, positions_BQ, mask)
 
     def empty_cache(batch, slots):
-        return Cache.empty(config.layers, batch, slots, block.kv_heads, block.head_width, block.dtype)
+        return decoder.empty_cache(module.config, config.layers, batch, slots)
 
     return Functions(forward, empty_cache, config.vocab, config.length)

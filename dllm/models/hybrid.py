@@ -128,7 +128,7 @@ class Hybrid(nn.Module):
         h_BLD, cache = self._noncausal(tokens_BL, order_BL, revealed_B), None
         if self.config.n_causal:
             block, (B, L) = _causal_block(self.config), tokens_BL.shape
-            empty = Cache.empty(self.config.n_causal, B, L, block.kv_heads, block.head_width, block.dtype)
+            empty = decoder.empty_cache(block, self.config.n_causal, B, L)
             _, cache = self._causal_all(h_BLD, tokens_BL, order_BL, empty)
         return self._logits(_rows(h_BLD, _ranks(revealed_B, window))), (h_BLD, cache)
 

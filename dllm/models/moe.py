@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
+
+from dllm.ops import mesh
 
 # Experts lie over `tensor`; their two inner axes as the dense MLP's.
 RULES = ((r"moe/router$", ("fsdp", None)), (r"moe/(gate|up)$", ("tensor", "fsdp", None)), (r"moe/down$", ("tensor", None, "fsdp")))
@@ -28,22 +34,36 @@ class SparseMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        (B, L, D), E, F = x_BLD.shape, self.experts, self.width
+        (B, _, D), E, F = x_BLD.shape, self.experts, self.width
         weight = lambda name, shape, gain=1.0: self.param(name, nn.initializers.normal(gain * shape[-2] ** -0.5), shape, self.param_dtype)
         router_DE = weight("router", (D, E))
         gate_EDF, up_EDF, down_EFD = weight("gate", (E, D, F)), weight("up", (E, D, F)), weight("down", (E, F, D), self.gain)
 
-        x_TD = x_BLD.reshape(-1, D)
-        logits_TE = (x_TD @ router_DE.astype(x_TD.dtype)).astype(jnp.promote_types(x_TD.dtype, jnp.float32))
-        share_TA, expert_TA = lax.top_k(jax.nn.softmax(logits_TE), self.active)
-        share_TA = (share_TA / share_TA.sum(-1, keepdims=True)).astype(x_TD.dtype)
+        # Each device takes its rows' pairs, and of these the ones of the experts that it has.
+        rows, experts = mesh.axes(B, E)
+        weights = (w.astype(x_BLD.dtype) for w in (gate_EDF, up_EDF, down_EFD))  # what is gathered over `fsdp` is of the activations' type
+        specs = PartitionSpec(rows), PartitionSpec(), *[PartitionSpec(experts)] * 3
+        run = functools.partial(_mix_experts, active=self.active, axis=experts if math.prod(mesh.sizes().values()) > 1 else None)
+        return mesh.divided(run, specs, PartitionSpec(rows))(x_BLD, router_DE.astype(x_BLD.dtype), *weights)
 
-        order_P = jnp.argsort(expert_TA.reshape(-1), stable=True)  # pair p is token p // active
-        sizes_E = jnp.bincount(expert_TA.reshape(-1), length=E).astype(jnp.int32)
-        x_PD = x_TD[order_P // self.active]
-        y_PD = lax.platform_dependent(x_PD, sizes_E, gate_EDF, up_EDF, down_EFD, tpu=ragged, default=tiled)
-        y_PD = y_PD * share_TA.reshape(-1)[order_P][:, None]
-        return jnp.zeros_like(x_TD).at[order_P // self.active].add(y_PD).reshape(B, L, D)
+
+def _mix_experts(x_BLD: Array, router_DE: Array, *weights: Array, active: int, axis: str | None) -> Array:
+    """Returns SparseMLP's sum for some rows; with `axis`, each device along it adds what the experts whose weights it holds give."""
+    D, E = x_BLD.shape[-1], len(weights[0])
+    x_TD = x_BLD.reshape(-1, D)
+    logits_TE = (x_TD @ router_DE).astype(jnp.promote_types(x_TD.dtype, jnp.float32))
+    share_TA, expert_TA = lax.top_k(jax.nn.softmax(logits_TE), active)
+    share_TA = (share_TA / share_TA.sum(-1, keepdims=True)).astype(x_TD.dtype)
+
+    own_P = expert_TA.reshape(-1) - (lax.axis_index(axis) * E if axis else 0)
+    own_P = jnp.where((own_P >= 0) & (own_P < E), own_P, E)  # pairs of other devices' experts come last
+    order_P = jnp.argsort(own_P, stable=True)  # pair p is token p // active
+    sizes_E = jnp.bincount(own_P, length=E + 1)[:E].astype(jnp.int32)
+    x_PD = x_TD[order_P // active]
+    y_PD = lax.platform_dependent(x_PD, sizes_E, *weights, tpu=ragged, default=tiled)
+    y_PD = jnp.where((own_P[order_P] < E)[:, None], y_PD * share_TA.reshape(-1)[order_P][:, None], 0)
+    y_TD = jnp.zeros_like(x_TD).at[order_P // active].add(y_PD)
+    return (lax.psum(y_TD, axis) if axis else y_TD).reshape(x_BLD.shape)
 
 
 def ragged(

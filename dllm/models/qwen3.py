@@ -102,6 +102,6 @@ def bind(config: Config, variables: Any) -> Functions:
         return module.apply(variables, cache, tokens_BQ, positions_BQ, mask, at_BW, segment_BQ)
 
     def empty_cache(batch, slots):
-        return Cache.empty(config.layers, batch, slots, config.kv_heads, config.head_width, config.dtype)
+        return decoder.empty_cache(module.config, config.layers, batch, slots)
 
     return Functions(forward, empty_cache, config.vocab, config.length, config.block, config.mask_id)

@@ -126,7 +126,7 @@ def bind(config: Config, variables: Any) -> Functions:
         return module.apply({"params": base}, h_BWD, method="logits")
 
     def empty_cache(batch, slots):
-        return Cache.empty(config.layers, batch, slots, config.kv_heads, config.head_width, config.dtype)
+        return decoder.empty_cache(module.config, config.layers, batch, slots)
 
     masked = config.noise == "mask"
     mask_id = config.vocab if config.noise_mask < 0 else config.noise_mask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm.core.types import UserError
-from dllm.ops import masks
-from dllm.ops.draws import Draws, permutation
-from dllm.ops.passes import Passes, count, no_passes
+from dllm.ops import masks, mesh
+from dllm.ops.draws import Draws, KeyedDraws, permutation
+from dllm.ops.passes import KINDS, Passes, count, no_passes
 from dllm.ops.settings import Settings
 
 PREFILL = 256  # prompt tokens a pass: it bounds the memory of scores
@@ -118,12 +120,24 @@ def opening(model: ModuleType, config: Any, tokenizer: Any) -> list[int]:
 def compile_sampler(sampler: ModuleType, model: ModuleType, config: Any, options: Any) -> Callable[..., Samples]:
     """Returns a jitted run(variables, settings, draws, prompt) -> Samples: one program, compiled once for each shape of its arguments.
 
+    On a mesh of `data` alone each device holds the whole model, and its loop ends with its own slowest row. Where parameters lie in
+    slices their collectives need all devices in step: then one loop runs to the slowest row of all.
     Raises UserError if the sampler doesn't go with the model.
     """
     require_fit(sampler, model, config)
 
-    def run(variables: Any, settings: Settings, draws: Draws, prompt: Prompt) -> Samples:
+    def sample(variables: Any, settings: Settings, draws: Draws, prompt: Prompt) -> Samples:
         return sampler.sample(model.bind(config, variables), options, settings, draws, prompt)
+
+    def run(variables: Any, settings: Settings, draws: Draws, prompt: Prompt) -> Samples:
+        devices = mesh.sizes()
+        copies = devices.get("data", 1)
+        if copies == 1 or math.prod(devices.values()) > copies or len(prompt.tokens) % copies:
+            return sample(variables, settings, draws, prompt)
+        all_of_it, rows = PartitionSpec(), PartitionSpec("data")
+        keys = KeyedDraws(all_of_it, rows)
+        samples = Samples(rows, rows, rows, Passes(*[rows] * len(KINDS)), rows, rows, keys)
+        return mesh.divided(sample, (all_of_it, rows, keys, rows), samples)(variables, settings, draws, prompt)
 
     return jax.jit(run)
 

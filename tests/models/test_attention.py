@@ -1,12 +1,17 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
+from dllm.kernels.block_attention import ref
 from dllm.models import attention as attention_module
 from dllm.models.attention import attention, cached_attention
 from dllm.models.cache import Cache
-from dllm.ops import masks
+from dllm.ops import masks, mesh
+from dllm.train.sharding import MeshConfig, make_mesh
 
 B, L, H, G, K, BLOCK = 2, 12, 4, 2, 8, 4
 
@@ -91,3 +96,86 @@ def test_a_long_cache_is_not_copied():
     memory = jax.jit(lambda q, cache: cached_attention(q, cache, jnp.int32(1), masks.causal)).lower(q, cache).compile().memory_analysis()
     layer = 2 * slots * 2 * 64 * 4
     assert memory.temp_size_in_bytes < 0.2 * layer
+
+
+def over_mesh(run, *arrays, sizes=None):
+    """Returns what `run` gives, jitted, with a mesh of these (data, fsdp, tensor) set."""
+    if sizes is None:
+        return jax.jit(run)(*arrays)
+    with jax.set_mesh(make_mesh(MeshConfig(*sizes))):
+        return jax.device_get(jax.jit(run)(*arrays))
+
+
+def kernel_on_cpu(monkeypatch):
+    """Has the call sites take the TPU kernels, interpreted."""
+    monkeypatch.setattr(attention_module, "platform", lambda: "tpu")
+    for name in ("block_attention", "decode_attention"):
+        kernel = functools.partial(getattr(attention_module, name), implementation="mosaic_tpu", interpret=True)
+        monkeypatch.setattr(attention_module, name, kernel)
+
+
+MESHES = [(2, 1, 2), (1, 1, 4), (4, 1, 1)]  # heads over tensor, fewer key heads than that, and a batch that `data` doesn't divide
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_mesh_gives_the_numbers_of_one_device(sizes, kernel, monkeypatch):
+    """Values and gradients of packed rows, by XLA and by the kernel, each device with its own rows and heads."""
+    if kernel:
+        kernel_on_cpu(monkeypatch)
+    qkv = [jax.random.normal(jax.random.key(i), (B, 2 * L, heads, K)) for i, heads in enumerate((H, G, G))]
+    rows = jnp.array([[1] * 4 + [2] * 8, [1] * 8 + [0] * 4])
+    loss = lambda q, k, v, segment: jnp.sin(attention(q, k, v, masks.CleanNoisy(BLOCK, L), segment_BL=segment)).sum()
+    run = lambda *arrays: jax.value_and_grad(loss, (0, 1, 2))(*arrays)
+    arrays = *qkv, jnp.concatenate([rows, rows], 1)
+    many, one = over_mesh(run, *arrays, sizes=sizes), over_mesh(run, *arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), many, one)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_mesh_reads_the_cache_as_one_device_does(tree, sizes, kernel, monkeypatch):
+    if kernel:
+        kernel_on_cpu(monkeypatch)
+    Q, slots = 4, 32
+    arrays = [jax.random.normal(jax.random.key(i), (B, Q, heads, K)) for i, heads in enumerate((H, G, G))]
+    before = [jax.random.normal(jax.random.key(i), (2, B, slots, G, K)) for i in (3, 4)]
+    mask = masks.Ancestors(jnp.tril(jnp.ones((B, Q, Q), bool)).at[1, 3, 1].set(False)) if tree else masks.causal
+
+    def run(q, k, v, keys, values, lengths, mask):
+        heads = mesh.spread_heads(H, G)
+        spread = lambda x: jnp.repeat(x, heads // G, -2)
+        cache = Cache(spread(keys), spread(values), lengths).write(jnp.int32(1), spread(k), spread(v))
+        return cached_attention(q, cache, jnp.int32(1), mask)
+
+    arrays = *arrays, *before, jnp.array([3, 17], jnp.int32), mask
+    np.testing.assert_allclose(over_mesh(run, *arrays, sizes=sizes), over_mesh(run, *arrays), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "platform, dtype, said", [("tpu", "bfloat16", ""), ("tpu", "float32", ""), ("gpu", "float32", "bfloat16 or float16")]
+)
+def test_the_kernel_is_taken_where_it_serves_and_the_log_says_where_not(platform, dtype, said, caplog):
+    attention_module._say_once.cache_clear()
+    cache = Cache.empty(2, 1, 256, 2, 64, dtype)
+    q, k = jnp.zeros((1, 128, 4, 64), dtype), jnp.zeros((1, 128, 2, 64), dtype)
+    here = AbstractMesh((1,), ("data",), abstract_device=AbstractDevice("chip", None, platform))
+    with jax.sharding.use_abstract_mesh(here):
+        square = jax.make_jaxpr(lambda q, k: attention(q, k, k, masks.causal))(q, k)
+        cached = jax.make_jaxpr(lambda q, cache: cached_attention(q, cache, jnp.int32(0), masks.causal))(q, cache)
+    assert ("block_attention_forward" in str(square)) != bool(said)
+    assert ("block_attention_decode" in str(cached)) != bool(said)
+    assert len(caplog.records) == bool(said)
+    assert said in caplog.text
+
+
+def test_long_rows_have_no_square_of_scores():
+    """Above SQUARE rows attention goes from tile to tile, with the numbers of the square."""
+    rows = attention_module.SQUARE + 64
+    q, k = (jax.random.normal(jax.random.key(i), (1, rows, heads, K)) for i, heads in enumerate((2, 1)))
+    for mask in (masks.causal, masks.CleanNoisy(4, rows // 2)):
+        run = jax.jit(lambda q, k, mask=mask: attention(q, k, k, mask))
+        assert f"{rows},{rows}]" not in run.lower(q, k).compile().as_text()
+        want = ref.reference(q, k, k, mask, scale=K**-0.5)[0]
+        np.testing.assert_allclose(run(q, k), want, atol=2e-6)

@@ -94,11 +94,12 @@ def test_work_is_at_most_1_3_times_that_of_the_active_experts(tokens):
         assert compiled.cost_analysis()["flops"] < active  # dense: over 100 times
 
 
-def test_one_device_and_four_give_the_same_numbers():
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 1), (1, 1, 4)])
+def test_one_device_and_four_give_the_same_numbers(sizes):
     """https://github.com/Labman42/JetEngine/issues/10: experts run on one device, and spread over `tensor` and `fsdp`."""
     variables, x = inputs()
     one = value_and_gradients(MLP.apply)(variables, x)
-    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2))
+    mesh = make_mesh(MeshConfig(*sizes))
     with jax.set_mesh(mesh):
         named = {"params": {"moe": variables["params"]}}
         spread = jax.device_put(named, shardings(named, moe.RULES, mesh))["params"]["moe"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -77,16 +78,23 @@ def test_law_of_a_hybrid_network(name, n_verify, verification, n_causal):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_four_devices_give_the_samples_of_one(name):
-    """(On an empty prompt all positions look alike to a network: most-confident-first would break ties by rounding. Hence row 1 on.)"""
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 2, 1)])
+def test_four_devices_give_the_samples_of_one(sizes, name):
+    """(On an empty prompt all positions look alike to a network: most-confident-first would break ties by rounding. Hence row 1 on.)
+
+    Where each device has the whole model nothing goes between them: each loop ends with its own slowest row.
+    """
     prompt = [PROMPT[1], *PROMPT[1:]]
     one = draw(name, prompt=prompt)
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=1))
+    mesh = make_mesh(MeshConfig(*sizes))
     with jax.set_mesh(mesh):
         variables = jax.device_put(small(), shardings(small(), hybrid.RULES, mesh))
         settings, rows = jax.device_put((make_settings(ROWS, 5), make_prompt(prompt, 8)), batch_sharding(mesh))
         draws = KeyedDraws(jax.random.key(0), jax.device_put(jnp.arange(ROWS, dtype=jnp.int32), batch_sharding(mesh)))
-        four = program(name)(variables, settings, draws, rows)
+        run = program(name).lower(variables, settings, draws, rows).compile()
+        four = run(variables, settings, draws, rows)
+    collectives = re.findall(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute", run.as_text())
+    assert bool(collectives) == (sizes != (4, 1, 1))
     assert len(four.tokens.sharding.device_set) == 4
     np.testing.assert_array_equal(one.tokens, four.tokens)
     np.testing.assert_allclose(one.logprobs, four.logprobs, atol=1e-5)

@@ -15,7 +15,7 @@ needs_compilers = pytest.mark.skipif(not PYTHON.exists(), reason="no device comp
 
 def run(code: str, *arguments: str) -> str:
     """Returns what the code printed. Raises AssertionError with its last lines if it failed."""
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": str(REPO)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "PYTHONPATH": str(REPO)}
     done = subprocess.run([PYTHON, "-c", code, *arguments], env=env, cwd=REPO, text=True, capture_output=True, timeout=900)
     assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-30:])
     return done.stdout

@@ -91,6 +91,30 @@ try:
 except ValueError as error:
     print(error)
 """
+SHARDED = """
+from jax.sharding import AxisType
+from dllm.models import decoder
+from dllm.models.attention import attention, cached_attention
+
+devices = topologies.get_topology_desc(topology_name="h200", platform="cuda", target_config=config, topology="1x1x4").devices
+mesh = Mesh(np.array(devices).reshape(1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+rows = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+mask, block = masks.CleanNoisy(4, 1024), decoder.BlockConfig(256, 8, 1, 128, 512, dtype="bfloat16")
+loss = lambda q, k, v: attention(q, k, v, mask).astype(jnp.float32).sum()
+
+
+def decode(q, k, v):
+    cache = decoder.empty_cache(block, 2, 4, 2048)
+    assert cache.k.shape[3] == 2  # one key head for each slice of `tensor`
+    cache = cache.write(jnp.int32(1), *(jnp.repeat(x, 2, 2) for x in (k, v)))
+    return cached_attention(q, cache, jnp.int32(1), masks.causal)
+
+
+with jax.set_mesh(mesh):
+    square = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(rows(4, 2048, 8, 128), *[rows(4, 2048, 1, 128)] * 2).compile()
+    report("square", square)
+    report("cached", jax.jit(decode).lower(rows(4, 8, 8, 128), *[rows(4, 8, 1, 128)] * 2).compile())
+"""
 
 
 def _reports(code: str) -> dict:
@@ -114,3 +138,8 @@ def test_decode_compiles_for_h200_and_copies_no_cache():
 
 def test_too_large_a_tile_does_not_fit():
     assert "exceeds available shared memory" in aot.run(SETUP + LARGE)
+
+
+def test_the_call_sites_compile_for_a_mesh():
+    """Heads over two devices that share one key head, rows over two: XLA can't divide a kernel, so each device runs its own."""
+    assert set(_reports(SHARDED)) == {"square", "cached"}

@@ -91,6 +91,27 @@ for length in (8192, 16384, 32768):
     mask = masks.CleanNoisy(4, length // 2)
     report(str(length), compiled(gradients(mask), *square(length)))
 """
+SHARDED = """
+from dllm.models import decoder
+from dllm.models.attention import attention, cached_attention
+
+four = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[:4]
+mesh = Mesh(np.array(four).reshape(1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+rows = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+mask, config = masks.CleanNoisy(4, 1024), decoder.BlockConfig(256, 8, 1, 128, 512, dtype="bfloat16")
+loss = lambda q, k, v: attention(q, k, v, mask).astype(jnp.float32).sum()
+report("square", compiled(jax.value_and_grad(loss, (0, 1, 2)), rows(4, 2048, 8, 128), *[rows(4, 2048, 1, 128)] * 2))
+
+
+def decode(q, k, v):
+    cache = decoder.empty_cache(config, 2, 4, 2048)
+    assert cache.k.shape[3] == 2  # one key head for each slice of `tensor`
+    cache = cache.write(jnp.int32(1), *(jnp.repeat(x, 2, 2) for x in (k, v)))
+    return cached_attention(q, cache, jnp.int32(1), masks.causal)
+
+
+report("cached", compiled(decode, rows(4, 8, 8, 128), *[rows(4, 8, 1, 128)] * 2))
+"""
 
 
 def reports(printed):
@@ -123,3 +144,9 @@ def test_memory_is_linear_in_length():
     assert 0 < sizes[0] < sizes[1] < sizes[2]
     assert sizes[1] < 2.5 * sizes[0]
     assert sizes[2] < 2.5 * sizes[1]
+
+
+def test_the_call_sites_compile_for_a_mesh():
+    """Heads over two devices that share one key head, rows over two: XLA can't divide a kernel, so each device runs its own."""
+    found = reports(aot.run(SETUP + SHARDED, CHIPS["v5e"]))
+    assert {name: calls for name, (calls, _) in found.items()} == {"square": 3, "cached": 1}

@@ -227,7 +227,10 @@ def test_blocks_of_one_all_masked_are_an_exact_autoregressive_likelihood(variabl
     np.testing.assert_array_equal(score(KEY), score(jax.random.key(9)))
 
 
-@pytest.mark.parametrize("config", [bd.Config(), bd.Config(low=0.1, high=0.9, complementary=True, weight="realised")])
+COMPLEMENTARY = bd.Config(low=0.1, high=0.9, complementary=True, weight="realised")
+
+
+@pytest.mark.parametrize("config", [bd.Config(), pytest.param(COMPLEMENTARY, marks=pytest.mark.slow)])
 def test_gradient_does_not_depend_on_the_split_into_micro_batches(variables, config):
     """https://github.com/JetAstra/SDAR/issues/27: rows of unequal numbers of trained tokens, where a mean of means would be wrong."""
     (whole, metrics), grads = graded(MODEL, config, variables, TOKENS, KEY, None, TRAINED)
@@ -241,6 +244,7 @@ def test_gradient_does_not_depend_on_the_split_into_micro_batches(variables, con
         graded(MODEL, bd.Config(parts=3), variables, TOKENS, KEY)
 
 
+@pytest.mark.slow
 def test_micro_batches_weighted_by_their_tokens_are_the_batch(variables):
     """https://github.com/JetAstra/SDAR/issues/27: the rule for whoever accumulates outside. All is masked, so noise plays no part."""
     config = bd.Config(low=1.0)

@@ -60,7 +60,7 @@ def halves(x, length=16):
     return x[:, :length], x[:, length:]
 
 
-@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("lead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_clean_rows_are_the_frozen_models(lead, float64):
     seen, functions = whole_texts(lead)
     read = TOKENS if lead == 0 else jnp.pad(TOKENS, ((0, 0), (1, 0)), constant_values=V)[:, :-1]
@@ -348,6 +348,7 @@ def test_form_prefix_is_biased_at_all_drafts_but_the_last(seed, float64, record_
 MASKED = dataclasses.replace(MODEL, noise="mask", noise_mask=0)  # noise that doesn't depend on where a document lies
 
 
+@pytest.mark.slow
 def test_gradients_of_micro_batches_add_up():
     """Weighted by their tokens: the mean of the micro-batches' own means would be another."""
     config, params = objective.Config(kl=0.1, survival="length"), variables(MASKED)["params"]

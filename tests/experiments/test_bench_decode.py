@@ -37,7 +37,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("windows", "fused"))) for name in PROGRAMS])
 def test_programs(name):
     """Executed passes are counted by kind, those of a row beside them; nothing leaves the device; the floor's calls give what is used."""
     sampler, config, options, given, executed, by_kind = PROGRAMS[name]
@@ -131,6 +131,7 @@ def test_a_second_cache_would_be_seen():
     assert plan["temp"] > 0.5 * plan["cache"]
 
 
+@pytest.mark.slow
 def test_tables(programs, tmp_path):
     """A public shape in all four tables: each row is printed, and appended as a line."""
     (tmp_path / "bench_decode.jsonl").write_text('{"table": "con')  # half a line of a killed program

@@ -54,8 +54,15 @@ def draw(name, seed=0, prompt=PROMPT, temperature=1.0, variables=None):
     return program(name)(variables, make_settings(ROWS, 5, temperature=temperature), keyed(seed), make_prompt(prompt, 8))
 
 
-@pytest.mark.parametrize("n_causal", [1, 2])
-@pytest.mark.parametrize("name, n_verify, verification", [("D", 1, "chain"), ("2", 2, "block")])
+@pytest.mark.parametrize(
+    "name, n_verify, verification, n_causal",
+    [
+        ("D", 1, "chain", 1),
+        ("2", 2, "block", 2),
+        pytest.param("D", 1, "chain", 2, marks=pytest.mark.slow),
+        pytest.param("2", 2, "block", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_law_of_a_hybrid_network(name, n_verify, verification, n_causal):
     """The sampler's passes (draft, then the tail on a window, with its cache) give the law that the training forward describes:
     tables are read off `both` for every text and every number of revealed ranks. The network computes in float32."""

@@ -232,7 +232,7 @@ def draw(name, sampler, order=range(6), **settings):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_tokens_are_those_of_autoregressive(name, temperature):
     """Greedy, or with the same keys: token for token, with the same log-probabilities and fewer passes
     (https://github.com/ml-explore/mlx-lm/issues/1423: greedy output that changes when speculation is on)."""

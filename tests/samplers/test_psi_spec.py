@@ -576,7 +576,7 @@ ADAPTS = Options(lengths=(1, 2, 5), costs=(1.0, 1.2, 1.4))
 EVERY = [
     pytest.param(CONFIG, CHAIN, id="chain"),
     pytest.param(CONFIG, SINGLE, id="single-block"),
-    pytest.param(BEGINS, ADAPTS, id="bos-adaptive"),
+    pytest.param(BEGINS, ADAPTS, id="bos-adaptive", marks=pytest.mark.slow),
     *(
         pytest.param(config, Options(**options), id="-".join([name, *map(str, options.values())]), marks=pytest.mark.slow)
         for name, config in (("lead0", CONFIG), ("lead1", BEGINS))

@@ -352,7 +352,10 @@ def test_law_on_the_network(float64, verification):
     assert distance(got, expect) <= 1e-10
 
 
-@pytest.mark.parametrize("options", [CHAIN, Options(window=5, draft_passes=2, verification="block")], ids=["chain", "block"])
+BLOCKS = pytest.param(Options(window=5, draft_passes=2, verification="block"), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [CHAIN, BLOCKS], ids=["chain", "block"])
 def test_a_row_does_not_depend_on_its_neighbours(options):
     """A ragged batch, permuted, and each prompt alone: the same tokens and passes; the logprobs are those of block length 1."""
     together = draw(options=options)

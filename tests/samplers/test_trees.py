@@ -292,7 +292,7 @@ def keyed(rows=range(ROWS)):
     return KeyedDraws(jax.random.key(0), jnp.asarray(rows, jnp.int32))
 
 
-@pytest.mark.parametrize("slots", [40, 600])
+@pytest.mark.parametrize("slots", [pytest.param(40, marks=pytest.mark.slow), 600])
 def test_a_verifying_pass_runs_each_path_as_a_sequence(slots):
     """Logits of every node, and keys and values after keep, against a plain pass over the path; the longer cache is read in chunks."""
     functions = uno.bind(CONFIG, network())
@@ -333,7 +333,7 @@ def program(name):
     return compile_sampler(psi_spec, uno, CONFIG, SAMPLERS[name])
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "tree")) for name in SAMPLERS])
 def test_greedy_text_is_that_of_plain_decoding(name):
     """https://github.com/vllm-project/vllm/issues/54506: greedy outputs that change where speculation is on. Token-exact in float32."""
     settings, prompt = (
@@ -348,7 +348,7 @@ def test_greedy_text_is_that_of_plain_decoding(name):
     assert (got.passes.verify == got.passes.draft / SAMPLERS[name].steps).all()
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", [TREES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TREES[1:])])
 def test_a_request_does_not_depend_on_its_neighbours(name):
     """Alone (in a batch of copies of itself), in another order, and among others with other settings."""
     temperature = [1.0, 0.7, 0.0, 1.3]
@@ -378,6 +378,7 @@ def test_a_text_up_to_the_last_token_of_the_context():
         np.testing.assert_allclose(samples.logprobs[b, given:], here[b, given - 1 :], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_tree_with_room_accepts_what_the_chain_accepts_at_temperature_0():
     """From the same states, with the same noise."""
     functions = table(length=8, lead=1, mask=True, good=0.7)
@@ -399,7 +400,7 @@ def test_a_tree_with_room_accepts_what_the_chain_accepts_at_temperature_0():
     assert more > 0
 
 
-@pytest.mark.parametrize("verification", TREES)
+@pytest.mark.parametrize("verification", [TREES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TREES[1:])])
 def test_decoding_holds_no_second_cache(verification):
     config = dataclasses.replace(CONFIG, length=2048, layers=8)
     options = tree(verification, length=4, children=2, nodes=8)

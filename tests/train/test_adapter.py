@@ -89,6 +89,7 @@ def test_the_base_stays_bit_for_bit_and_the_draft_nears_the_target(base):
     assert metrics[0]["tokens"] == 8 * 15
 
 
+@pytest.mark.slow
 def test_four_devices_equal_one(base):
     """With MASK noise: where noise is the text's token, draft and target are one at first, and the sign of their difference is dust."""
     found, model = [], UNO | {"noise": "mask"}
@@ -102,6 +103,7 @@ def test_four_devices_equal_one(base):
         np.testing.assert_allclose(found[1][name], found[0][name], rtol=2e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_converted_model_is_a_base_and_an_adapter_trains_on(tmp_path):
     config = qwen3.Config(vocab=30, block=1, mask_id=-1, **SHAPE | {"kv_heads": 1})
     sections = {"data": {}, "model": {"name": "qwen3", **dataclasses.asdict(config)}, "objective": {}}

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from dllm.core.types import UserError
+from dllm.kernels.block_attention import platform
+from dllm.ops import mesh
 
 
 @struct.dataclass
@@ -40,20 +43,8 @@ class Cache:
         """
         if k.shape[1] > self.k.shape[2]:
             raise UserError(f"a pass over {k.shape[1]} rows doesn't fit a cache of {self.k.shape[2]} slots; make the cache longer")
-        slot = self.lengths_B[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-        at = jnp.stack([jnp.broadcast_to(layer.astype(jnp.int32), slot.shape), slot], -1)  # [B Q 2]
-        dims = lax.ScatterDimensionNumbers(
-            update_window_dims=(2, 3),
-            inserted_window_dims=(0, 2),
-            scatter_dims_to_operand_dims=(0, 2),
-            operand_batching_dims=(1,),
-            scatter_indices_batching_dims=(0,),
-        )
-
-        def put(into, rows):
-            return lax.scatter(into, at, rows, dims, mode="drop", unique_indices=True, indices_are_sorted=True)
-
-        return self.replace(k=put(self.k, k), v=put(self.v, v))
+        slot_BQ = self.lengths_B[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+        return self.replace(k=_put(self.k, layer, slot_BQ, k), v=_put(self.v, layer, slot_BQ, v))
 
     def keep(self, rows_BQ: Int[Array, "B Q"], n_B: Int[Array, "B"]) -> Cache:
         """Returns the cache after a pass of which n rows count: those of index rows[:, :n] in the pass (its row 0 lies in slot length),
@@ -67,25 +58,46 @@ class Cache:
         from_BQ = self.lengths_B[:, None] + rows_BQ
         to_BQ = jnp.where(kept_BQ, self.lengths_B[:, None] + column_1Q, slots + column_1Q)  # beyond the end: dropped
         take = lax.GatherDimensionNumbers(
-            offset_dims=(0, 3, 4),
-            collapsed_slice_dims=(2,),
-            start_index_map=(2,),
+            offset_dims=(2, 3),
+            collapsed_slice_dims=(0, 2),
+            start_index_map=(0, 2),
             operand_batching_dims=(1,),
             start_indices_batching_dims=(0,),
         )
-        dims = lax.ScatterDimensionNumbers(
-            update_window_dims=(0, 3, 4),
-            inserted_window_dims=(2,),
-            scatter_dims_to_operand_dims=(2,),
-            operand_batching_dims=(1,),
-            scatter_indices_batching_dims=(0,),
-        )
 
-        def move(x):
-            rows_NBQGK = lax.gather(x, from_BQ[:, :, None], take, (x.shape[0], 1, 1, *x.shape[3:]), mode="clip")
-            return lax.scatter(x, to_BQ[:, :, None], rows_NBQGK, dims, mode="drop", unique_indices=True, indices_are_sorted=True)
+        def move(layer, x):
+            rows_BQGK = lax.gather(x, _places(layer, from_BQ), take, (1, 1, 1, *x.shape[3:]), mode="clip")
+            return _put(x, layer, to_BQ, rows_BQGK)
 
-        return self.replace(k=move(self.k), v=move(self.v), lengths_B=self.lengths_B + n_B)
+        # Layer by layer: for all at once XLA would turn the whole cache on a TPU, so that a slot's layers lie side by side.
+        moved = lambda x: lax.fori_loop(jnp.int32(0), jnp.int32(x.shape[0]), move, x)
+        return self.replace(k=moved(self.k), v=moved(self.v), lengths_B=self.lengths_B + n_B)
+
+
+def _places(layer: Int[Array, ""], slot_BQ: Int[Array, "B Q"]) -> Int[Array, "B Q 2"]:
+    return jnp.stack([jnp.broadcast_to(layer.astype(jnp.int32), slot_BQ.shape), slot_BQ], -1)
+
+
+def _put(x: Array, layer: Int[Array, ""], slot_BQ: Int[Array, "B Q"], rows_BQGK: Array) -> Array:
+    """Returns a cache's array with these slots of `layer` set; what lies beyond the end is dropped."""
+    dims = lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3),
+        inserted_window_dims=(0, 2),
+        scatter_dims_to_operand_dims=(0, 2),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+    at_BQ2 = _places(layer, slot_BQ)
+    return _laid_out(lax.scatter(x, at_BQ2, rows_BQGK, dims, mode="drop", unique_indices=True, indices_are_sorted=True))
+
+
+def _laid_out(x: Array) -> Array:
+    """Returns a cache's array x [N B S G K], on TPUs with slots next to K in memory where a device has one head: so the decode kernel reads
+    it. XLA would put that head there, and copy all layers' keys for every layer's kernel."""
+    devices = mesh.sizes().get("tensor", 1) if mesh.axes(x.shape[1], x.shape[3])[1] else 1
+    if platform() != "tpu" or x.shape[3] > devices or x.dtype != jnp.bfloat16:
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 3, 2, 4)))
 
 
 def require_room(cache: Cache, rows: int) -> None:

@@ -4,10 +4,14 @@
 
 Rows that are there already are skipped, so a sweep that was stopped goes on where it was. Per-sample values lie in OUT/samples/*.npz, the
 scores of real held-out text (ceiling) and of its shuffled characters (floor) in OUT/reference.json. experiments/plot.py draws it all.
+
+Machines that share OUT each take every N-th setting with --hosts=N --host=I, I from 0, and write OUT/results_I.jsonl, which the other
+programs read too. The same command without these flags measures what a machine left undone, and makes results.jsonl of it all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -38,6 +42,8 @@ flags.DEFINE_multi_string("workdir", None, "workdir of a trained run; give it ag
 flags.DEFINE_string("out", None, "folder of the results", required=True)
 flags.DEFINE_integer("step", None, "checkpoint to measure; the latest by default")
 flags.DEFINE_string("data_path", None, "where the text of reference.json lies, if not where the run read it")
+flags.DEFINE_integer("hosts", 1, "machines that share this sweep", lower_bound=1)
+flags.DEFINE_integer("host", None, "which of them this is, from 0", lower_bound=0)
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,9 @@ def run() -> None:
         if "run" in needs[name]:
             text = f"config.evals has {name}, which scores held-out text and not samples: drop it;"
             raise UserError(f"{text} experiments/evaluate.py --evals={name} measures it")
+    host, hosts = FLAGS.host, FLAGS.hosts
+    if (host is None) != (hosts == 1) or (host or 0) >= hosts:
+        raise UserError(f"--host={host} and --hosts={hosts} name no share: number the hosts from 0 to hosts - 1, of 2 hosts or more")
     mesh, spelled = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1)), any("words" in need for need in needs.values())
     judge = load_run(config.judge) if config.judge else None
     work: list[tuple[dict[str, Any], Task, Context]] = []  # everything is checked before anything is measured
@@ -143,22 +152,28 @@ def run() -> None:
             if (there := keys.setdefault(results.row_key(row), (len(work), here)))[0] != len(work):
                 raise UserError(f"{there[1]} and {here} would be one row ({point.sampler}, {setting}); drop one of them")
             work.append((row, task, context))
-    with locked(out, "sweeping", "--out"):
-        measure(config, work, out, mesh)
+    with contextlib.ExitStack() as locks:
+        locks.enter_context(locked(out, "sweeping", "--out", shared=host is not None))
+        if host is None:
+            results.gather(out)
+        else:
+            locks.enter_context(locked(out, f"sweeping as --host={host}", "--host", name=f".lock_{host}"))
+        measure(config, work[host or 0 :: hosts], out, mesh, host)
 
 
-def measure(config: SweepConfig, work: list[tuple[dict[str, Any], Task, Context]], out: Path, mesh: Any) -> None:
+def measure(config: SweepConfig, work: list[tuple[dict[str, Any], Task, Context]], out: Path, mesh: Any, host: int | None) -> None:
     """Adds the rows that are missing to OUT."""
-    results.repair(out / "results.jsonl")
+    results.repair(results.rows_file(out, host))
     there = {results.row_key(row): row for row in results.read_rows(out)}
     fits = lambda row: row["num_samples"] == config.num_samples and set(config.evals) <= set(row["evals"])
     todo = [w for w in work if not (results.row_key(w[0]) in there and fits(there[results.row_key(w[0])]))]
-    if not (out / "reference.json").exists():
+    if not host and work and not (out / "reference.json").exists():
         try:
             write_reference(out, work[0][1].run, config, work[0][2])
         except UserError as e:  # the data may lie on another machine
             print(f"no reference.json, hence no lines of real and shuffled text: {e}")
-    print(f"{len(work)} settings, {len(work) - len(todo)} of them there already")
+    share = f" are the share of host {host} of {FLAGS.hosts}" * (host is not None)
+    print(f"{len(work)} settings{share}, {len(work) - len(todo)} of them there already")
     clock = time.monotonic()
     for n, (key, task, context) in enumerate(todo, 1):
         g = generate(task, num=config.num_samples, batch=config.batch, seed=config.seed, mesh=mesh)
@@ -166,14 +181,14 @@ def measure(config: SweepConfig, work: list[tuple[dict[str, Any], Task, Context]
         row = key | make_row(g, metrics) | {"evals": list(config.evals)}
         small = np.uint16 if g.tokens_BL.max(initial=0) < 2**16 else np.int32
         arrays = {"tokens": g.tokens_BL.astype(small), "lengths": g.lengths_B, "nfe": g.nfe_B, "nfe_weighted": g.nfe_weighted_B}
-        results.append_row(out, row, arrays | {"proposed": g.proposed_B, "accepted": g.accepted_B} | results.metric_arrays(metrics))
+        results.append_row(out, row, arrays | {"proposed": g.proposed_B, "accepted": g.accepted_B} | results.metric_arrays(metrics), host)
         left = (time.monotonic() - clock) / n * (len(todo) - n)
         first = next(iter(metrics))
         print(f"[{n}/{len(todo)}] {key['sampler']} nfe {row['nfe']:.2f} {first} {_pm(row, first)}, about {left:.0f} s left", flush=True)
     ours = {results.row_key(w[0]) for w in work}
     rows = [r for r in results.read_rows(out) if results.row_key(r) in ours]
-    print_table(rows, [k for k in rows[0] if f"{k}_stderr" in rows[0]])
-    print(f"wrote {out / 'results.jsonl'}, {out / 'samples'} and {out / 'reference.json'}")
+    print_table(rows, [k for k in next(iter(rows), ()) if f"{k}_stderr" in rows[0]])
+    print(f"wrote {results.rows_file(out, host)}, {out / 'samples'} and {out / 'reference.json'}")
 
 
 if __name__ == "__main__":

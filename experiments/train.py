@@ -4,7 +4,7 @@
     python experiments/train.py --config=configs/text8_ssmd.py:paper --workdir=runs/paper     # another preset of the file
 
 The workdir gets config.json, words.txt.gz (the words of the training text) or tokenizer/, metrics.jsonl, samples/ and checkpoints/.
-Ctrl-C and SIGTERM save before they end it.
+Ctrl-C and SIGTERM save before they end it. Several devices, processes or hosts: docs/many_devices.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import math
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,12 @@ WORKDIR = flags.DEFINE_string("workdir", None, "where the run is kept", required
 
 
 def main() -> None:
-    sharding.join_processes()
+    with sharding.joined_processes():
+        start()
+
+
+def start() -> None:
+    """Reads config, corpus and mesh, and trains."""
     run, folder = run_config(config.config_dict(CONFIG.value)), Path(WORKDIR.value)
     mesh = sharding.make_mesh(run.mesh)
     rows = sharding.batch_rows(mesh)
@@ -55,8 +61,8 @@ def main() -> None:
 
 def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpus) -> None:
     """Runs the steps that are missing. Whatever the config may have wrong shows before the workdir is touched."""
-    plan, length, process = run.train, run.data.length, (jax.process_index(), jax.process_count())
-    first = process[0] == 0  # the process that writes what isn't a checkpoint
+    plan, length, process = run.train, run.data.length, sharding.process_rows(mesh)
+    first = jax.process_index() == 0  # the process that writes what isn't a checkpoint
     tokenizer = tokenizers.read(corpus.tokenizer) if corpus.tokenizer else tokenizers.CHARACTERS
     check_corpus(run, corpus, tokenizer.mask)
     batches = pipeline.train_batches(corpus.train, length, plan.batch, plan.seed, *process)
@@ -64,6 +70,7 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
     train_steps = {first: step.make_train_step(stage, mesh) for first, stage in stages(run)}
     eval_step = step.make_eval_step(run, mesh)
     samples = make_samples(run, mesh, tokenizer) if run.sampler else None
+    poll = sharding.make_poll(mesh)
     due = lambda now, every: every > 0 and (now % every == 0 or now == plan.steps)
 
     # State: this workdir's last checkpoint, or else another run's weights, or else fresh.
@@ -119,7 +126,8 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
                 if before:
                     settle(*before)  # the device is busy with this step while the last one's metrics are read
                 before = now, metrics
-                save = bool(stop) or now == plan.steps or due(now, plan.save_every)
+                stopping = poll(bool(stop))
+                save = stopping or now == plan.steps or due(now, plan.save_every)
                 if not (save or due(now, plan.eval_every) or due(now, plan.sample_every)):
                     continue
                 settle(*before)
@@ -137,10 +145,10 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
                     if save:
                         checkpoint.save(checkpoints, now, state, batches, run.to_dict())
                         saved = now
-                if stop and save:
+                if stopping:
                     checkpoint.finish(checkpoints)
                     log.show(f"stopped and saved at step {now} of {plan.steps}; the same command goes on from there")
-                    sys.exit(128 + stop[0])
+                    sys.exit(128 + (stop or [signal.SIGTERM])[0])  # the signal may be another process's
             checkpoint.finish(checkpoints)
             log.show(f"step {plan.steps} of {plan.steps} is done; checkpoints/, metrics.jsonl and samples/ are in {folder}")
         finally:

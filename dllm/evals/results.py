@@ -1,7 +1,8 @@
 """Sweep results on disk: OUT/results.jsonl, one row a setting, and the per-sequence values of each row in an npz beside it.
 
 A row is appended by one write of a whole line after its npz is in place: whatever kills a sweep leaves whole results, and at worst half a
-last line, which `repair` cuts off before the next row is appended.
+last line, which `repair` cuts off before the next row is appended. Hosts that share a sweep append each to a file of its own,
+results_HOST.jsonl (a line appended by two hosts at once isn't whole on every shared disk), and `gather` makes them one.
 """
 
 from __future__ import annotations
@@ -44,32 +45,49 @@ def repair(path: Path) -> None:
         raise UserError(f"cannot write {path}: {e.strerror}; move it away, or make it writable") from None
 
 
+def rows_file(out: Path, host: int | None = None) -> Path:
+    """Returns the file that a sweep appends to, or a host of several that share it."""
+    return out / ("results.jsonl" if host is None else f"results_{host}.jsonl")
+
+
+def _host_files(out: Path) -> list[Path]:
+    return sorted(path for path in out.glob("results_*.jsonl") if path.stem.removeprefix("results_").isdecimal())
+
+
+def gather(out: Path) -> None:
+    """Moves the hosts' rows to results.jsonl. Whoever calls it holds the folder alone."""
+    if hosts := _host_files(out):
+        write_atomic(rows_file(out), "".join(json.dumps(row) + "\n" for row in read_rows(out)))
+        for path in hosts:
+            path.unlink()
+
+
 def read_rows(out: Path) -> list[dict[str, Any]]:
     """Returns the rows in the order of their first appearance; of several with one key the last. A half-written last line isn't read."""
-    path = out / "results.jsonl"
-    if not path.exists():
-        return []
-    try:
-        lines = path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}; move it away, or make it readable") from None
     rows = {}
-    for number, line in enumerate(lines, 1):
+    for path in (rows_file(out), *_host_files(out)):
+        if not path.exists():
+            continue
         try:
-            row = json.loads(line)
-            rows[row_key(row)] = row | {"setting": dict(row["setting"]), "nfe": float(row["nfe"])}
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"line {number} of {path} is not a sweep row: delete that line") from None
+            lines = path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {e.strerror}; move it away, or make it readable") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                rows[row_key(row)] = row | {"setting": dict(row["setting"]), "nfe": float(row["nfe"])}
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"line {number} of {path} is not a sweep row: delete that line") from None
     return list(rows.values())
 
 
-def append_row(out: Path, row: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def append_row(out: Path, row: dict[str, Any], arrays: dict[str, np.ndarray], host: int | None = None) -> None:
     """Writes the arrays to OUT/samples/<hash of the key>.npz, then appends the row, with `samples` the file's name in OUT."""
     name = f"samples/{hashlib.sha256(row_key(row).encode()).hexdigest()[:16]}.npz"
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
     write_atomic(out / name, buffer.getvalue())
-    append_line(out / "results.jsonl", row | {"samples": name})
+    append_line(rows_file(out, host), row | {"samples": name})
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 import shutil
 import sys
@@ -74,9 +75,10 @@ def manager(workdir: str | Path, writing: bool) -> Iterator[ocp.CheckpointManage
     try:
         yield manager
         finish(manager)
-    except BaseException:
-        with contextlib.suppress(Exception):  # one error is enough
-            manager.close()
+    except BaseException as e:
+        if jax.process_count() == 1 or not isinstance(e, jax.errors.JaxRuntimeError):  # else it would wait for a process that is gone
+            with contextlib.suppress(Exception):  # one error is enough
+                manager.close()
         if writing and jax.process_index() == 0:
             _tidy(folder)
         raise
@@ -126,7 +128,11 @@ def restore(manager: ocp.CheckpointManager, step: int, like: TrainState, batches
     for item, tree in trees.items():
         _check_tree(manager, step, item, tree)
     args = {item: ocp.args.StandardRestore(tree) for item, tree in trees.items()}
-    items = _restore(manager, step, **args, data=grain.checkpoint.CheckpointRestore(batches))
+    items = _restore(manager, step, **args)
+    with _reading(manager, step):
+        # Each process wrote the same position. grain would look for its own file alone, and there may be another number of processes now.
+        file, *_ = sorted((manager.directory / str(step) / "data").glob("process_*.json"))
+        batches.set_state(json.loads(file.read_text()))
     return TrainState(items["train"]["step"], items["params"], items["ema"], items["train"]["opt_state"])
 
 

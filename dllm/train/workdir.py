@@ -15,19 +15,20 @@ from dllm.train.run import Run, check_same, is_resolved
 
 
 @contextlib.contextmanager
-def locked(workdir: Path, doing: str = "training", flag: str = "--workdir") -> Iterator[None]:
+def locked(workdir: Path, doing: str = "training", flag: str = "--workdir", *, name: str = ".lock", shared: bool = False) -> Iterator[None]:
     """Holds the folder, making it if need be. The system drops the lock with the process, however that ends.
 
+    A `shared` hold goes with other shared ones; `name` is the lock's file, for a part of the folder.
     Raises UserError if another process holds it, or it can't be written; `doing` and `flag` are for its text.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        file = open(workdir / ".lock", "w")
+        file = open(workdir / name, "a+")
     except OSError as e:
         raise UserError(f"cannot write in {flag}={workdir}: {e.strerror}; choose another place") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"another process is {doing} in {workdir}; wait for it, or use another {flag}") from None
         yield

@@ -217,7 +217,7 @@ def test_accumulated_parts_weigh_by_their_tokens():
 
 
 def test_mesh_errors_say_what_to_set():
-    for sizes, message in [((8, 1, 1), "wants 8 devices, there are 4"), ((-1, 3, 1), "doesn't divide"), ((0, 1, 1), "must be positive")]:
+    for sizes, message in [((16, 1, 1), "wants 16 devices, there are 8"), ((-1, 3, 1), "doesn't divide"), ((0, 1, 1), "must be positive")]:
         with pytest.raises(UserError, match=message):
             sharding.make_mesh(sharding.MeshConfig(*sizes))
 

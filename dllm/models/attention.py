@@ -78,7 +78,7 @@ def _attention(q_BLHK: Any, k_BLGK: Any, v_BLGK: Any, mask: Mask, segment_BL: An
     if q_BLHK.shape[1] > SQUARE:
         return attend(implementation="xla")
     if isinstance(mask, CleanNoisy) and mask.length % mask.block == 0:
-        return _clean_noisy(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL)
+        return clean_noisy_in_xla(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL)
     index_L = jnp.arange(q_BLHK.shape[1], dtype=jnp.int32)
     allow_BLL = mask.allowed(index_L[None, :, None], index_L[None, None], jnp.zeros((1, 1, 1), jnp.int32))
     if segment_BL is not None:
@@ -88,10 +88,15 @@ def _attention(q_BLHK: Any, k_BLGK: Any, v_BLGK: Any, mask: Mask, segment_BL: An
 
 def _cached_attention(q_BQHK: Any, cache: Cache, layer: Any, mask: Mask) -> Array:
     """Returns attention over the cached rows and heads of one device."""
+    scale = q_BQHK.shape[-1] ** -0.5
+    attend = functools.partial(decode_attention, q_BQHK, cache.k, cache.v, layer, cache.lengths_B, mask, scale=scale)
+    mixed_BQHK = _by_kernel(attend)
+    return cached_in_xla(q_BQHK, cache, layer, mask) if mixed_BQHK is None else mixed_BQHK
+
+
+def cached_in_xla(q_BQHK: Float[Array, "B Q H K"], cache: Cache, layer: Int[Array, ""], mask: Mask) -> Float[Array, "B Q H K"]:
+    """Returns what cached_attention does, without a kernel."""
     (B, Q, H, K), S, G = q_BQHK.shape, *cache.k.shape[2:4]
-    attend = functools.partial(decode_attention, q_BQHK, cache.k, cache.v, layer, cache.lengths_B, mask, scale=K**-0.5)
-    if (mixed_BQHK := _by_kernel(attend)) is not None:
-        return mixed_BQHK
     start_B11 = cache.lengths_B[:, None, None]
     query_index = start_B11 + jnp.arange(Q, dtype=jnp.int32)[None, :, None]
 
@@ -138,7 +143,7 @@ def _mix(
     return jnp.einsum("bgrqs,bsgk->bqgrk", att_BGRQS.astype(v_BSGK.dtype), v_BSGK).reshape(B, Q, H, K)
 
 
-def _clean_noisy(
+def clean_noisy_in_xla(
     q_BQHK: Float[Array, "B Q H K"],
     k_BQGK: Float[Array, "B Q G K"],
     v_BQGK: Float[Array, "B Q G K"],

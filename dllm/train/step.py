@@ -74,9 +74,21 @@ def make_train_step(run: Run, mesh: Mesh) -> Callable[[TrainState, Batch], tuple
     return jax.jit(
         train_step,
         donate_argnums=0,
+        compiler_options=_compiler_options(mesh),
         in_shardings=(where, sharding.batch_sharding(mesh)),
         out_shardings=(where, sharding.replicated(mesh)),
     )
+
+
+def _compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """Returns what XLA is told beyond its defaults.
+
+    Left alone, the TPU compiler makes a product with a sliced weight in parts, a slice each, and adds to the result in memory every time:
+    a step of SDAR-8B on 16 v6e then moves 6.7 TB through each chip's memory, and 2.3 TB where the weight is gathered first.
+    """
+    if mesh.devices.flat[0].platform != "tpu" or mesh.shape["tensor"] > 1:
+        return None
+    return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
 def make_eval_step(run: Run, mesh: Mesh) -> Callable[[Any, Batch, Int[Array, ""]], Metrics]:
@@ -88,6 +100,7 @@ def make_eval_step(run: Run, mesh: Mesh) -> Callable[[Any, Batch, Int[Array, ""]
     where = layout(abstract(run, mesh))
     return jax.jit(
         eval_step,
+        compiler_options=_compiler_options(mesh),
         in_shardings=(where.params, sharding.batch_sharding(mesh), sharding.replicated(mesh)),
         out_shardings=sharding.replicated(mesh),
     )

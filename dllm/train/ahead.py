@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from dllm.core.types import UserError
 from dllm.ops.draws import KeyedDraws
@@ -30,7 +30,7 @@ def make_mesh(config: sharding.MeshConfig, devices: list[Any]) -> Mesh:
     if min(shape) < 1 or math.prod(shape) != len(devices):
         text = f"a mesh of {config.data} x {config.fsdp} x {config.tensor} (data, fsdp, tensor) doesn't divide {len(devices)} devices"
         raise UserError(f"{text}; set mesh.fsdp and mesh.tensor so that their product does, and mesh.data=-1")
-    return jax.make_mesh(shape, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return sharding.mesh_of(shape, devices)
 
 
 def train_program(run: Run, mesh: Mesh) -> Program:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dllm.core.paths import map_named
@@ -116,8 +117,13 @@ def make_mesh(config: MeshConfig) -> Mesh:
     data = have // inner if config.data == -1 else config.data
     if data * inner > have:
         raise UserError(f"mesh {data} x {config.fsdp} x {config.tensor} wants {data * inner} devices, there are {have}; set mesh.data=-1")
-    devices = jax.devices()[: data * inner]
-    return jax.make_mesh((data, config.fsdp, config.tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return mesh_of((data, config.fsdp, config.tensor), jax.devices()[: data * inner])
+
+
+def mesh_of(shape: tuple[int, int, int], devices: list[Any]) -> Mesh:
+    """Returns the mesh over all of `devices`, neighbours by the axes behind; an axis may take a part of a TPU slice's side."""
+    placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def partition_specs(tree: Any, rules: Rules, mesh: Mesh) -> Any:

@@ -31,9 +31,7 @@ TRAIN = {
 }
 # And sequences at a time, and their positions: with the 16 rows of Uno's last pass a cache of 8,192 slots.
 DECODE = {
-    "owt-ssmd": (SSMD, OWT, "v5e:2x2=4x1x1 v5p:2x2x1=4x1x1 v6e:2x2=4x1x1 h200:8=8x1x1", 64, 1024),
     "sdar-8b": (SDAR + "8b", HALF, "v5e:4x4=4x1x4 v5p:2x2x1=1x1x4 v6e:2x4=2x1x4 h200:8=1x1x8", 64, 8192),
-    "sdar-30b-a3b": (SDAR + "30b-a3b", HALF, "v5e:4x8=4x1x8 v5p:2x2x1=2x1x2 v6e:2x4=2x1x4 h200:8=1x1x8", 64, 8192),
     "uno-qwen3-8b": (UNO, {}, "v5e:4x4=4x1x4 v5p:2x2x1=1x1x4 v6e:2x4=2x1x4 h200:8=1x1x8", 64, 8176),
 }
 

@@ -17,7 +17,9 @@ CORE = [
 EXTRAS = {
     "aot": ["jax-cuda13-pjrt>=0.11.2,<0.13", "jax-cuda13-plugin>=0.11.2,<0.13", "jax[tpu]>=0.11.2,<0.13"],
     "hf": ["gguf>=0.17,<1", "safetensors>=0.8,<1", "tokenizers>=0.22,<1"],
+    "parquet": ["pyarrow>=18,<27"],
     "plots": ["matplotlib>=3.9,<4"],
+    "tfds": ["importlib_resources>=6.4,<8", "tensorflow-datasets>=4.9.9,<5"],  # with no TensorFlow; the first is an undeclared need of it
     "test": ["beartype>=0.22,<0.24", "pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "ruff>=0.17,<0.18"],
     "cuda13": ["jax[cuda13]>=0.11.2,<0.13"],
     "tpu": ["jax[tpu]>=0.11.2,<0.13"],

@@ -99,7 +99,7 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
         log = Writer(folder / "metrics.jsonl", start, plan.steps, plan.batch * length, silent=not first)
         size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         text = corpus.train
-        read = f"{text.size:,} characters" if isinstance(text, np.ndarray) else f"{text.tokens.size:,} tokens"
+        read = f"{text.size:,} characters" if isinstance(text, np.ndarray) else f"{len(text) * length:,} tokens"
         log.show(f"{run.model.name}, {size:,} parameters, {read} of {corpus.name}, {mesh.size} device(s); {origin}")
 
         def settle(now: int, metrics: step.Metrics) -> None:

@@ -18,7 +18,18 @@ PROGRAMS = sorted([*(REPO / "experiments").rglob("*.py"), *(REPO / "configs").rg
 FORBIDDEN = {"flax.nnx", "tensorflow", "torch", "transformers", "distrax", "tensorflow_probability", "clu", "haiku", "chex"}
 FORBIDDEN |= {"jax.experimental.pjit", "jax.experimental.maps"}
 # Extras: imported inside the function that needs them, never with dllm.
-EXTRAS = {"matplotlib", "tensorboardX", "wandb", "safetensors", "tokenizers", "gguf", "tensorflow_datasets", "pytest", "beartype"}
+EXTRAS = {
+    "matplotlib",
+    "tensorboardX",
+    "wandb",
+    "safetensors",
+    "tokenizers",
+    "gguf",
+    "tensorflow_datasets",
+    "pyarrow",
+    "pytest",
+    "beartype",
+}
 CONFIG_LIBRARIES = {"ml_collections", "absl"}
 
 

@@ -48,6 +48,9 @@ class Rows:
     segment: Shaped[np.ndarray, "n L"] | None = None
     trained: Shaped[np.ndarray, "n L"] | None = None
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     @property
     def extras(self) -> tuple[str, ...]:
         """The fields besides `tokens`."""
@@ -56,6 +59,10 @@ class Rows:
     def take(self, index: Integer[np.ndarray, "B"]) -> dict[str, np.ndarray]:
         """Returns the fields of these rows, [B, L]: int32, and bool for `trained`."""
         return {name: getattr(self, name)[index].astype(bool if name == "trained" else np.int32) for name in ("tokens", *self.extras)}
+
+    def holds(self, token: int) -> bool:
+        """Returns whether the id occurs in a row."""
+        return bool((self.tokens == token).any())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,13 +1,15 @@
-"""Documents, a prompt and its response each, laid into rows of one length for a block-diffusion objective."""
+"""Documents laid into rows of one length: prompts with their responses for a block-diffusion objective, and plain text end to end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Shaped
 
 from dllm.core.types import UserError
+
+Place = tuple[int, int]  # in a stream of documents: the document's number, and how many of its tokens come before
 
 
 def pack(
@@ -55,3 +57,21 @@ def pack(
             trained[row, start + prompt : start + (size if train_padding else len(ids))] = True
             start += size
     return {"tokens": tokens, "segment": segment, "trained": trained}
+
+
+def stream(documents: Iterable[tuple[int, Shaped[np.ndarray, "_"]]], width: int, offset: int = 0) -> Iterator[tuple[np.ndarray, Place]]:
+    """Yields (row [width], the place of the next row's first token) of documents, (number, ids) each, laid end to end and cut into rows.
+
+    A place is (number of a document, tokens of it that earlier rows hold), so rows go on exactly where `documents` start at the first of
+    the two and `offset` is the second. What doesn't fill a last row is left out.
+    """
+    held: list[np.ndarray] = []
+    size, at = 0, offset
+    for number, ids in documents:
+        while size + len(ids) - at >= width:
+            end = at + width - size
+            row = np.concatenate([*held, ids[at:end]])
+            held, size, at = [], 0, end
+            yield row, (number, at)
+        held.append(ids[at:])
+        size, at = size + len(ids) - at, 0

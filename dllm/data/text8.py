@@ -4,11 +4,13 @@
     text8.zip, or `text8` itself, plain or .xz     split 90/5/5 in order: 90, 5 and 5 million characters, as in the literature; a file of
                                                    another size is split in the same proportions
     a folder of parts: train*, valid*, test*       plain, .xz or .zip; the splits as given, the parts of each in sorted order
+    a folder that experiments/prepare.py wrote     rows of data.length characters, which don't overlap
     "" (nothing)                                   text8.zip is downloaded once into $DLLM_CACHE (default ~/.cache/dllm)
 """
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import io
 import itertools
@@ -18,13 +20,17 @@ import sys
 import urllib.request
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
 
 from dllm.core.types import UserError
-from dllm.data.corpus import ALPHABET, Corpus, DataConfig, encode, make_corpus
+from dllm.data import shards
+from dllm.data.corpus import ALPHABET, Corpus, DataConfig, Rows, encode, make_corpus
+from dllm.data.documents import SPLITS
+from dllm.data.packing import Place, stream
 
 VOCAB = len(ALPHABET)
 URL = "http://mattmahoney.net/dc/text8.zip"
@@ -37,9 +43,25 @@ def load(config: DataConfig) -> Corpus:
     if not config.path:
         return make_corpus(config, *_split(_downloaded()))
     path = Path(config.path).expanduser()
+    if shards.is_prepared(path):
+        return shards.read(config)
     if path.is_dir():
         return make_corpus(config, *(_parts(path, split) for split in ("train", "valid", "test")))
     return make_corpus(config, *_split(_file(path)))
+
+
+def recipe(path: str, length: int) -> shards.Recipe:
+    """Returns the recipe for rows of `length` characters, of the text at `path`; what doesn't fill the last row of a split is left out."""
+    corpus = load(DataConfig("text8", path, length))
+    if isinstance(corpus.train, Rows):
+        raise UserError(f"{path} is a prepared corpus itself; give --src a text8 file, or a folder of parts")
+
+    def rows(split: str, place: Place) -> Iterator[tuple[np.ndarray, Place]]:
+        return stream([(0, getattr(corpus, split))], length, place[1])
+
+    sources = [[split, len(ids), hashlib.sha256(ids).hexdigest()] for split in SPLITS for ids in [getattr(corpus, split)]]
+    about = {"data": "text8", "length": length, "vocab": VOCAB, "sources": sources}
+    return shards.Recipe(about, dict.fromkeys(SPLITS, 1), rows, np.dtype(np.uint8))
 
 
 def _split(ids: UInt8[np.ndarray, "n"]) -> list[np.ndarray]:

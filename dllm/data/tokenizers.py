@@ -1,4 +1,4 @@
-"""Text to token ids and back: the 27 characters, llama2.c's vocabularies with scores, and Hugging Face's files.
+"""Text to token ids and back: the 27 characters, llama2.c's vocabularies with scores, Hugging Face's files, and ESM-2's residues.
 
 A run's tokenizer lies in WORKDIR/tokenizer/, that of a corpus of tokens in its folder's tokenizer/; without such a folder ids are
 characters. The model's side of MASK is `model.mask_id`; a tokenizer knows it only where it has a token of its own for it.
@@ -20,6 +20,7 @@ from dllm.data import corpus
 
 FOLDER = "tokenizer"  # of a workdir, and of a corpus of tokens
 HUGGING_FACE = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
+RESIDUES = "vocab.txt"
 SDAR_MASK = 151669  # spelt <|MASK|> in one of SDAR's files and <MASK> in another
 
 # How Qwen's tokenizers cut a text before the merges; their vocab.json and merges.txt don't say it.
@@ -137,7 +138,36 @@ class HuggingFace:
         return ids
 
 
-Tokenizer = Characters | Scored | HuggingFace
+@dataclasses.dataclass(frozen=True)
+class Residues:
+    """One token a residue, and specials spelt <so>: ESM-2's vocab.txt. A text begins with <cls>, and ends with <eos>."""
+
+    tokens: tuple[str, ...]
+    vocab: int
+    bos: int | None
+    eos: int | None
+    mask: int | None
+    begins: bool = True
+
+    def encode(self, text: str, where: str = "the text") -> list[int]:
+        """Returns the ids, specials that the text spells out included, none added. What is no token is a UserError that names `where`."""
+        found = re.findall(r"<\w+>|.", text, re.DOTALL)
+        for at, token in enumerate(found):
+            if token not in self.tokens:
+                raise UserError(f"{where} has {token!r} at residue {at + 1}, which is no residue; proteins are written in capital letters")
+        return [self.tokens.index(token) for token in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the residues, without a <cls> at the start, and an <eos> and padding at the end; other specials are spelt out."""
+        text = "".join(self.tokens[int(i)] if i < self.vocab else "\ufffd" for i in ids)
+        return re.sub(r"^<cls>|(<eos>)?(<pad>)*$", "", text)
+
+    def named(self, text: str, where: str) -> list[int]:
+        """Returns the ids that a setting names: a list of ids, "2,24", or tokens, "<eos>"."""
+        return self.encode(text, where) if (ids := _listed(text)) is None else ids
+
+
+Tokenizer = Characters | Scored | HuggingFace | Residues
 CHARACTERS = Characters()
 
 
@@ -148,7 +178,8 @@ def beside(place: str | Path) -> Tokenizer:
 
 
 def read(folder: str | Path) -> Tokenizer:
-    """Returns the tokenizer whose files are in `folder`: tokenizer.json, or vocab.json and merges.txt, or a llama2.c file, tok*.bin.
+    """Returns the tokenizer whose files are in `folder`: tokenizer.json, or vocab.json and merges.txt, or a llama2.c file, tok*.bin, or
+    ESM-2's vocab.txt.
 
     Raises UserError where there is none, or it is damaged.
     """
@@ -157,13 +188,15 @@ def read(folder: str | Path) -> Tokenizer:
         return _hugging_face(folder)
     if len(scored := sorted(folder.glob("tok*.bin"))) == 1:
         return _scored(scored[0])
+    if (folder / RESIDUES).is_file():
+        return _residues(folder / RESIDUES)
     many = f"{scored[0].name} and {scored[1].name}, and one is wanted" if scored else "no tokenizer"
-    raise UserError(f"{folder} holds {many}; put tokenizer.json, or vocab.json and merges.txt, or one tok*.bin there")
+    raise UserError(f"{folder} holds {many}; put tokenizer.json, or vocab.json and merges.txt, one tok*.bin, or vocab.txt there")
 
 
 def files(folder: str | Path) -> dict[str, bytes]:
     """Returns {name: contents} of the tokenizer's files in `folder`: what makes another folder the same tokenizer."""
-    names = [name for name in HUGGING_FACE if (Path(folder) / name).is_file()]
+    names = [name for name in (*HUGGING_FACE, RESIDUES) if (Path(folder) / name).is_file()]
     names += sorted(path.name for path in Path(folder).glob("tok*.bin"))
     try:
         return {name: (Path(folder) / name).read_bytes() for name in names}
@@ -201,6 +234,21 @@ def _scored(path: Path) -> Scored:
     except (struct.error, ValueError):
         raise UserError(f"{path} is no llama2.c tokenizer, or cut off; copy it again") from None
     return Scored(tuple(pieces), tuple(scores))
+
+
+def _residues(path: Path) -> Residues:
+    """Returns the tokenizer of a vocabulary with one token a line."""
+    try:
+        tokens = tuple(path.read_text().split())
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"cannot read {path} ({e}); copy it again") from None
+    specials = ("<cls>", "<pad>", "<eos>", "<mask>")
+    if missing := [token for token in specials if token not in tokens]:
+        raise UserError(f"{path} is no vocabulary of ESM-2's, it lacks {missing[0]}; copy it again")
+    if odd := [token for token in tokens if tokens.count(token) > 1 or not re.fullmatch(r"<\w+>|.", token)]:
+        raise UserError(f"{path} is no vocabulary of residues, it has {odd[0]!r} twice, or it is none; copy it again")
+    bos, _, eos, mask = map(tokens.index, specials)
+    return Residues(tokens, len(tokens), bos, eos, mask)
 
 
 def _hugging_face(folder: Path) -> HuggingFace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -172,8 +173,8 @@ def check_corpus(run: Run, corpus: Corpus, mask: int | None = None) -> None:
         raise UserError(f"model.mask_id is {own}, and the corpus's tokenizer has MASK at {mask}; make them equal")
     for split in ("train", "valid", "test"):
         part = getattr(corpus, split)
-        tokens = part.tokens if isinstance(part, Rows) else part
-        if own >= 0 and own < corpus.vocab and (tokens == own).any():
+        holds = part.holds if isinstance(part, Rows) else lambda token, text=part: (text == token).any()
+        if 0 <= own < corpus.vocab and holds(own):
             raise UserError(f"model.mask_id is {own}, and the {split} split of the corpus {corpus.name} holds it; choose an unused id")
     extras = corpus.train.extras if isinstance(corpus.train, Rows) else ()
     takes = inspect.signature(run.objective.module.loss).parameters
@@ -181,7 +182,7 @@ def check_corpus(run: Run, corpus: Corpus, mask: int | None = None) -> None:
         if f"{name}_BL" not in takes:
             raise UserError(
                 f"the corpus has the field {name}, and the objective {run.objective.name} doesn't take it; use rows without it, "
-                "or objective.name=block_diffusion"
+                "or an objective that does"
             )
 
 
@@ -197,6 +198,8 @@ def is_resolved(config: Any) -> bool:
 
 def check_same(old: Mapping[str, Any], new: Mapping[str, Any], workdir: Any) -> None:
     """Returns None if the run `new` may go on in the workdir of run `old`. Raises UserError naming the first key that forbids it."""
+    with contextlib.suppress(UserError):
+        old = run_config(old).to_dict()  # keys that a config hadn't then, with their defaults
     flat = lambda config: {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     old, new = flat(old), flat(new)
     for key in [*new, *old]:

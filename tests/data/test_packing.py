@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from dllm.core.types import UserError
-from dllm.data.packing import pack
+from dllm.data.packing import pack, stream
 
 PAD = 9
 
@@ -63,3 +63,19 @@ def test_the_picture_of_the_docstring():
 def test_what_does_not_fit_is_refused(documents, length, text):
     with pytest.raises(UserError, match=text):
         pack(documents, length, 4, PAD, False)
+
+
+def test_a_stream_goes_on_from_any_place():
+    """Documents of no token, of less than a row, of exactly one, and of several."""
+    sizes = [3, 0, 4, 1, 13, 4, 0, 0, 2, 5]
+    ends = np.cumsum(sizes)
+    documents = [(n, np.arange(end - size, end)) for n, (size, end) in enumerate(zip(sizes, ends))]
+    rows, places = zip(*stream(documents, 4))
+    np.testing.assert_array_equal(rows, np.arange(32).reshape(8, 4))
+    assert [int(ends[number] - sizes[number] + at) for number, at in places] == [*range(4, 33, 4)]
+    for begin, (number, at) in enumerate(places, 1):
+        again = list(stream(documents[number:], 4, at))
+        assert len(again) == len(rows) - begin
+        assert [after for _, after in again] == [*places[begin:]]
+        assert all((row == other).all() for (row, _), other in zip(again, rows[begin:]))
+    assert list(stream([], 4)) == []

@@ -121,3 +121,35 @@ def test_tokenizer_json(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(UserError, match=r"the tokenizer in .* is damaged"):
         tokenizers.read(tmp_path)
+
+
+VOCABULARY = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGX-", "<mask>"]
+
+
+def test_residues(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY))
+    tokenizer = tokenizers.read(tmp_path)
+    assert (tokenizer.vocab, tokenizer.bos, tokenizer.eos, tokenizer.mask, tokenizer.begins) == (10, 0, 2, 9, True)
+    assert tokenizer.encode("GALX") == [6, 5, 4, 7]
+    assert tokenizer.encode("G<mask>-") == [6, 9, 8]
+    assert tokenizer.decode([0, 6, 5, 2, 1, 1]) == "GA"
+    assert tokenizer.decode([0, 6, 1, 5, 2]) == "G<pad>A"
+    assert tokenizer.decode([6, 0, 9, 11]) == "G<cls><mask>\ufffd"
+    assert tokenizer.named("<eos>", "x") == [2]
+    assert tokenizer.named("2, 7", "x") == [2, 7]
+    assert tokenizer == tokenizers.read(tmp_path) != CHARACTERS
+    assert tokenizers.files(tmp_path).keys() == {"vocab.txt"}
+    for text, bad in (("GAl", "'l' at residue 3"), ("G<sep>", "'<sep>' at residue 2"), ("A<", "'<' at residue 2")):
+        with pytest.raises(UserError, match=f"the prompt has {bad}, which is no residue"):
+            tokenizer.encode(text, "the prompt")
+
+
+def test_a_vocabulary_of_something_else(tmp_path):
+    for tokens, says in (
+        (VOCABULARY[:-1], "lacks <mask>"),
+        ([*VOCABULARY, "L"], "it has 'L' twice"),
+        ([*VOCABULARY, "##ing"], "it has '##ing' twice, or it is none"),
+    ):
+        (tmp_path / "vocab.txt").write_text("\n".join(tokens))
+        with pytest.raises(UserError, match=says):
+            tokenizers.read(tmp_path)

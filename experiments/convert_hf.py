@@ -4,15 +4,20 @@
     python experiments/convert_hf.py --model=sdar      --src=Qwen3-0.6B-Base --block=4 --dst=runs/sdar_of_qwen3    # to be trained
     python experiments/convert_hf.py --model=stories260k --src=stories260K.bin [--block=4] --dst=runs/stories      # llama2.c's file
     python experiments/convert_hf.py --model=smollm2-135m --src=FILE.gguf --dst=runs/smollm2
+    python experiments/convert_hf.py --model=gpt2      --src=gpt2-large --dst=runs/gpt2_large                    # a judge
+    python experiments/convert_hf.py --model=dplm-150m --src=dplm_150m --dst=runs/dplm                           # or esm2, of any size
     python experiments/convert_hf.py --model=sdar      --src=runs/sdar_4b --dst=FOLDER --reverse
     python experiments/convert_hf.py --model=uno       --src=runs/uno --dst=FOLDER --reverse [--base=Qwen/Qwen3-0.6B]  # an adapter alone
     python experiments/convert_hf.py --model=uno       --src=FOLDER --base=runs/qwen3 --dst=runs/uno [--block=7]
     python experiments/sample.py     --workdir=runs/sdar_4b --sampler=block_diffusion
 
---model is a row of dllm/models/public.py, or a family (sdar, qwen3, llama, stories): then the shape is read from config.json. --src is what
-is read: a folder of safetensors with its config.json and tokenizer, a GGUF file or llama2.c's; with --reverse any workdir. Weights keep
-their type (quantised ones become float32) and go from file to file: a model needs no memory to be converted, and on the way back once its
-size on the device.
+--model is a row of dllm/models/public.py, or a family (sdar, qwen3, llama, stories, gpt2, esm2, dplm): then the shape is read from
+config.json. --src is what is read: a folder of safetensors with its config.json and tokenizer, a GGUF file or llama2.c's; with --reverse
+any workdir. Weights keep their type (quantised ones become float32, and so do ESM-2's) and go from file to file: a model needs no memory
+to be converted, and on the way back once its size on the device.
+
+ESM-2 and DPLM become models of the same kind, a masked language model that the samplers of hybrids write with. It doesn't scale embeddings
+by the share of MASK tokens: where a checkpoint's config.json has token_dropout, that is said.
 
 --model=uno is an adapter that drafts (dllm/models/uno.py), in PEFT's format. Its frozen model is a workdir of its own, --base, and part
 of the workdir that is made. The format knows no gate: what loads such a folder elsewhere, for every row, has another model.
@@ -41,7 +46,8 @@ from dllm.train.checkpoint import load_run
 from dllm.train.run import part
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("model", None, "a row of the table of public models, or a family: sdar, qwen3, llama, stories; or uno", required=True)
+FAMILIES = ", ".join(public.FAMILIES)
+flags.DEFINE_string("model", None, f"a row of the table of public models, or a family: {FAMILIES}; or uno", required=True)
 flags.DEFINE_string("src", None, "what is read", required=True)
 flags.DEFINE_string("dst", None, "what is written, a folder of its own", required=True)
 flags.DEFINE_bool("reverse", False, "from a workdir to a folder of safetensors")
@@ -49,11 +55,18 @@ flags.DEFINE_integer("block", 0, "block length; with llama and stories it makes 
 flags.DEFINE_string("base", "", "with uno: the workdir of the frozen model; with --reverse, what the adapter's file calls it")
 
 
-def sections(config: qwen3.Config) -> dict[str, Any]:
+def name_of(config: hf.AnyConfig) -> str:
+    """Returns the name of the model that a config is of."""
+    return hf.LAYOUTS[type(config)].model.__name__.rpartition(".")[2]
+
+
+def sections(config: hf.AnyConfig) -> dict[str, Any]:
     """Returns the converted model's config.json."""
-    objective = part("diffusion", "Config", {"name": "block_diffusion" if config.mask_id >= 0 else "next_token"}, "objective")
+    name = name_of(config)
+    objective = {"name": "ssmd" if name == "esm2" else "block_diffusion" if config.mask_id >= 0 else "next_token"}
+    objective = part("diffusion", "Config", objective, "objective")
     data = DataConfig("tokens", length=0)  # rows of any length
-    model = {"name": "qwen3", **dataclasses.asdict(config)}
+    model = {"name": name, **dataclasses.asdict(config)}
     return {"data": dataclasses.asdict(data), "model": model, "objective": objective.to_dict()}
 
 
@@ -63,11 +76,14 @@ def convert() -> None:
     hf.check_headers(source, own)
     hf.check_tokenizer(source, made)
     like = hf.abstract(made)
-    with converted.writing(FLAGS.dst, sections(made), source.tokenizer, like) as arrays:
+    with converted.writing(FLAGS.dst, sections(made), hf.tokenizer(source), like) as arrays:
         hf.load(source, own, made, arrays)
-    kind = f"block {made.block}, mask id {made.mask_id}" if made.mask_id >= 0 else "autoregressive"
+    kind = f"block {made.block}, mask id {made.mask_id}" if isinstance(made, qwen3.Config) else f"mask id {made.mask_id}"
+    kind = kind if made.mask_id >= 0 else "autoregressive"
     count, size = sum(leaf.size for leaf in like.values()), sum(leaf.size * leaf.dtype.itemsize for leaf in like.values())
-    print(f"{count:,} parameters, {size / 1e9:.3f} GB of {made.param_dtype}, vocabulary {made.vocab}, {kind}")
+    print(f"{count:,} parameters, {size / 1e9:.3f} GB of {next(iter(like.values())).dtype}, vocabulary {made.vocab}, {kind}")
+    if source.config.get("token_dropout"):
+        print(f"{FLAGS.src} has token_dropout, which is off here: where tokens are masked, logits differ from the checkpoint's own")
     if not source.tokenizer:
         print(f"{FLAGS.src} has no tokenizer; put its files into {Path(FLAGS.dst) / converted.TOKENIZER}")
     print(f"wrote {FLAGS.dst}")
@@ -106,8 +122,9 @@ def convert_back() -> None:
     check_back()
     loaded = load_run(FLAGS.src)
     config, name = loaded.model_config, loaded.config["model"]["name"]
-    if name != "qwen3":
-        raise UserError(f"{FLAGS.src} holds a model {name!r}, which no public family knows; only models of qwen3 can be converted")
+    if type(config) not in hf.LAYOUTS:
+        known = ", ".join(name_of(kind()) for kind in hf.LAYOUTS)
+        raise UserError(f"{FLAGS.src} holds a model {name!r}, which no public family knows; only models of {known} can be converted")
     kind = hf.to_hf(config)["model_type"]
     if kind not in public.FAMILIES[public.family(FLAGS.model)]:
         fit = " or ".join(name for name, kinds in public.FAMILIES.items() if kind in kinds)

@@ -59,8 +59,9 @@ class SweepConfig:
     batch: int
     seed: int
     evals: tuple[str, ...]
-    judge: str  # workdir of an autoregressive run, for gen_nll; "": none
+    judge: str  # workdir of an autoregressive run, for gen_nll and text_nll, or of a masked model, for protein; "": none
     points: tuple[PointConfig, ...]
+    fold: str = ""  # command that folds {fasta} and writes {csv}, for protein; "": none
 
 
 def score(config: SweepConfig, context: Context, tokens_BL: np.ndarray, lengths_B: np.ndarray) -> dict[str, Metric]:
@@ -133,8 +134,15 @@ def run() -> None:
     keys: dict[str, tuple[int, str]] = {}  # of a row, where it comes from
     for workdir in FLAGS.workdir:
         loaded = load_run(workdir, FLAGS.step, mesh)
-        context = Context(words=read_words(workdir) if spelled else None, judge=judge)
-        if judge:
+        asked = {need for name in needs for need in needs[name]}
+        context = Context(
+            words=read_words(workdir) if spelled else None,
+            judge=judge,
+            tokenizer=loaded.tokenizer if "tokenizer" in asked else None,
+            held_out=held_out(loaded.config, FLAGS.data_path, "test")[1] if "held_out" in asked else None,
+            fold=config.fold,
+        )
+        if judge and "gen_nll" in config.evals:
             gen_nll.require_same_symbols(judge, loaded)
         highest, lengths = min(loaded.model_config.vocab, loaded.tokenizer.vocab) - 1, set()
         digest = hashlib.sha256(json.dumps(loaded.config, sort_keys=True).encode()).hexdigest()[:12]

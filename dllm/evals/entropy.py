@@ -20,7 +20,7 @@ def evaluate(tokens_BL: Integer[np.ndarray, "B L"], lengths_B: Integer[np.ndarra
     """
     tokens_BL, lengths_B = np.asarray(tokens_BL), np.asarray(lengths_B)
     valid_BL = np.arange(tokens_BL.shape[1])[None, :] < lengths_B[:, None]
-    own_B = [_entropy(row[valid]) for row, valid in zip(tokens_BL, valid_BL, strict=True)]
+    own_B = [unigram(row[valid]) for row, valid in zip(tokens_BL, valid_BL, strict=True)]
     _, symbol, count = np.unique(tokens_BL[valid_BL], return_inverse=True, return_counts=True)  # of the symbols that occur: any vocabulary
     surprise_BL = np.zeros(tokens_BL.shape)
     surprise_BL[valid_BL] = -np.log(count / max(count.sum(), 1))[symbol]
@@ -30,7 +30,7 @@ def evaluate(tokens_BL: Integer[np.ndarray, "B L"], lengths_B: Integer[np.ndarra
     }
 
 
-def _entropy(tokens: np.ndarray) -> float:
+def unigram(tokens: Integer[np.ndarray, "n"]) -> float:
     """Returns -sum f log f over the symbols' frequencies; 0 for no symbols."""
     _, count = np.unique(tokens, return_counts=True)
     share = count / max(count.sum(), 1)

@@ -44,11 +44,14 @@ class Metric:
 class Context:
     """What metrics may need besides the tokens; a metric's module names in NEEDS what it takes from here.
 
-    `run` and `judge` have model_module, model_config, variables, as `train.checkpoint.load_run` returns them.
+    `run` and `judge` have model_module, model_config, variables, tokenizer, as `train.checkpoint.load_run` returns them.
     """
 
     words: frozenset[str] | None = None  # the vocabulary of the training split: spelling
-    judge: Any = None  # a loaded `gpt` run: gen_nll
+    judge: Any = None  # a loaded run: an autoregressive one for gen_nll and text_nll, a masked model for protein
+    tokenizer: Any = None  # of the tokens that are scored: text_nll, protein
+    held_out: np.ndarray | None = None  # [n, L] tokens of real sequences: protein
+    fold: str = ""  # the command that folds proteins; "": none
     run: Any = None  # the loaded run that is evaluated, with its objective: bound, likelihood
     objective: Any = None  # (module, config) of that run
     options: Any = None  # of the sampler self_speculative (its Options): likelihood
@@ -58,7 +61,8 @@ class Context:
         """Returns the field; raises UserError when it is not there."""
         value = getattr(self, field)
         if value is None:
-            hints = {"words": "words.txt.gz in the run's workdir", "judge": "a trained gpt run: set `judge` to its workdir"}
+            judge = "a trained gpt run, or a converted autoregressive model: set `judge` to its workdir"
+            hints = {"words": "words.txt.gz in the run's workdir", "judge": judge, "held_out": "held-out sequences"}
             raise UserError(f"the metric {metric} needs {hints.get(field, f'the {field} of a run')}")
         return value
 
@@ -67,6 +71,13 @@ def mean_metric(values_B: Shaped[np.ndarray, "B"]) -> Metric:
     """Returns the plain mean of one value a sequence as a Metric."""
     values_B = np.asarray(values_B, np.float64)
     return Metric(values_B, np.ones_like(values_B))
+
+
+def exp_metric(metric: Metric) -> Metric:
+    """Returns exp(value) as a Metric, whose stderr is the delta method's, exp(value) times that of the value."""
+    value = np.exp(metric.value)
+    linear_B = metric.denominator_B + metric.numerator_B - metric.value * metric.denominator_B
+    return Metric(value * linear_B if np.isfinite(value) else metric.numerator_B, metric.denominator_B)
 
 
 def bootstrap_ratios(metric: Metric, weights_RB: Shaped[np.ndarray, "R B"]) -> Float[np.ndarray, "R"]:

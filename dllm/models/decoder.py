@@ -1,7 +1,8 @@
 """The transformer block, a scanned stack of it, and the plain decoder; pure functions of (variables, arrays).
 
 Pre-norm, RMSNorm, grouped-query attention with a norm on each head's queries and keys, rotate-half rotary, SwiGLU, no biases: the
-shape of Qwen3; without the heads' norms that of Llama. Masks, rotary tables and the cache are call arguments; the cache is also a result.
+shape of Qwen3; without the heads' norms that of Llama. With LayerNorm, biases and GELU that of ESM-2, and, without rotary, of GPT-2.
+Masks, rotary tables and the cache are call arguments; the cache is also a result.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dllm.models import moe
 from dllm.models.attention import attention, cached_attention
 from dllm.models.cache import Cache
 from dllm.ops import mesh
-from dllm.ops.layers import Dense, Lora, RMSNorm
+from dllm.ops.layers import Dense, LayerNorm, Lora, RMSNorm
 from dllm.ops.masks import Mask
 from dllm.ops.rotary import Table, rotary_table, rotate
 
@@ -35,11 +36,12 @@ RULES = (
     (r"lora/.*(o|down)/a$", ("tensor", None)),
     (r"lora/.*(o|down)/b$", (None, "fsdp")),
     *moe.RULES,
-    (r"scale$", ()),
+    (r"(scale|bias)$", ()),
 )
 
 
 DTYPES = ("float32", "bfloat16", "float64")
+MLP_FORMS = ("swiglu", "gelu", "gelu_tanh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,9 @@ class BlockConfig:
 
     experts, experts_per_token  of a sparse MLP (models/moe.py), each of width `mlp`; 0: one dense MLP
     lora   an adapter of the products named in it, on the rows whose gate is open (ops/layers.py)
-    norm   RMSNorm's rounding, "fused" or "eager" (ops/layers.py)
+    norm   RMSNorm by its rounding, "fused" or "eager" (ops/layers.py), or LayerNorm, "layer"
+    mlp_form  "swiglu"; or one product, then GELU, "gelu" by the error function, "gelu_tanh" by its approximation
+    bias   products have one
     remat  recompute a block's inside in the backward pass: a fifth of the memory. Even of time on CPU, where touching the memory of
            saved activations costs as much as the products (a step of the hybrid's `mini`: 0.95 against 1.3 core seconds).
     """
@@ -67,13 +71,15 @@ class BlockConfig:
     experts_per_token: int = 0
     param_dtype: str = "float32"
     lora: Lora | None = None
+    mlp_form: str = "swiglu"
+    bias: bool = False
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise UserError(f"model has {self.heads} heads and {self.kv_heads} kv_heads; make the first a multiple of the second")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise UserError(f"model.experts_per_token is {self.experts_per_token}; make it 1 to experts = {self.experts}")
-        for key, choices in (("dtype", DTYPES), ("param_dtype", DTYPES), ("norm", ("fused", "eager"))):
+        for key, choices in (("dtype", DTYPES), ("param_dtype", DTYPES), ("norm", ("fused", "eager", "layer")), ("mlp_form", MLP_FORMS)):
             if getattr(self, key) not in choices:
                 raise UserError(f"model.{key} is {getattr(self, key)!r}; it can be {' or '.join(map(repr, choices))}")
         if "float64" in (self.dtype, self.param_dtype) and not jax.config.jax_enable_x64:
@@ -94,6 +100,13 @@ def empty_cache(config: BlockConfig, layers: int, batch: int, slots: int) -> Cac
     return Cache(put(cache.k), put(cache.v), mesh.constrain(cache.lengths_B, PartitionSpec(rows)))
 
 
+def norm_layer(config: BlockConfig, name: str | None = None) -> nn.Module:
+    """Returns a norm of the config's kind."""
+    if config.norm == "layer":
+        return LayerNorm(config.eps, config.param_dtype, name=name)
+    return RMSNorm(config.eps, config.norm, config.param_dtype, name=name)
+
+
 class Block(nn.Module):
     """h + attention(norm(h)), then h + mlp(norm(h)). The carry (h, cache) and the scanned layer index are nn.scan's signature."""
 
@@ -106,16 +119,16 @@ class Block(nn.Module):
         carry: tuple[Float[Array, "B L D"], Cache | None],
         layer: Int[Array, ""],
         mask: Mask,
-        query_table: Table,
-        key_table: Table,
+        query_table: Table | None,
+        key_table: Table | None,
         segment_BL: Int[Array, "B L"] | None = None,
         gate_BL: Bool[Array, "B L"] | None = None,
     ) -> tuple[tuple[Float[Array, "B L D"], Cache | None], None]:
         cfg, (h_BLD, cache) = self.config, carry
         B, L, D = h_BLD.shape
         quiet = (2 * self.depth) ** -0.5
-        dense = lambda name, features, x, gain=1.0: Dense(features, gain, cfg.param_dtype, cfg.lora, name=name)(x, gate_BL)
-        norm = lambda name: RMSNorm(cfg.eps, cfg.norm, cfg.param_dtype, name=name)
+        dense = lambda name, features, x, gain=1.0: Dense(features, gain, cfg.param_dtype, cfg.lora, cfg.bias, name=name)(x, gate_BL)
+        norm = lambda name: norm_layer(cfg, name)
 
         x_BLD = norm("attn_norm")(h_BLD)
         q_BLHK = dense("q", cfg.heads * cfg.head_width, x_BLD).reshape(B, L, cfg.heads, cfg.head_width)
@@ -123,7 +136,8 @@ class Block(nn.Module):
         v_BLGK = dense("v", cfg.kv_heads * cfg.head_width, x_BLD).reshape(B, L, cfg.kv_heads, cfg.head_width)
         if cfg.qk_norm:
             q_BLHK, k_BLGK = norm("q_norm")(q_BLHK), norm("k_norm")(k_BLGK)
-        q_BLHK, k_BLGK = rotate(q_BLHK, query_table), rotate(k_BLGK, key_table)
+        if query_table is not None:
+            q_BLHK, k_BLGK = rotate(q_BLHK, query_table), rotate(k_BLGK, key_table)
         if cache is None:
             mixed_BLHK = attention(q_BLHK, k_BLGK, v_BLGK, mask, segment_BL=segment_BL)
         else:
@@ -136,7 +150,10 @@ class Block(nn.Module):
         if cfg.experts:
             h_BLD = h_BLD + moe.SparseMLP(cfg.experts, cfg.experts_per_token, cfg.mlp, quiet, cfg.param_dtype, name="moe")(x_BLD)
         else:
-            x_BLF = nn.silu(dense("gate", cfg.mlp, x_BLD)) * dense("up", cfg.mlp, x_BLD)
+            if cfg.mlp_form == "swiglu":
+                x_BLF = nn.silu(dense("gate", cfg.mlp, x_BLD)) * dense("up", cfg.mlp, x_BLD)
+            else:
+                x_BLF = nn.gelu(dense("up", cfg.mlp, x_BLD), approximate=cfg.mlp_form == "gelu_tanh")
             h_BLD = h_BLD + dense("down", D, x_BLF, quiet)
         return (constrain(h_BLD), cache), None
 
@@ -152,13 +169,15 @@ class Stack(nn.Module):
         self,
         h_BLD: Float[Array, "B L D"],
         mask: Mask,
-        query_table: Table,
-        key_table: Table,
+        query_table: Table | None,
+        key_table: Table | None,
         cache: Cache | None = None,
         segment_BL: Int[Array, "B L"] | None = None,
         gate_BL: Bool[Array, "B L"] | None = None,
     ) -> tuple[Float[Array, "B L D"], Cache | None]:
         """Returns (h, cache): the last block's output, and the cache with this call's keys and values written (None without one).
+
+        Without tables nothing is turned: positions are then the caller's to embed.
 
         The cache is the scan's carry, the layer its scanned input: passed as scanned inputs and outputs it would be copied whole.
         """
@@ -181,7 +200,8 @@ class Stack(nn.Module):
 class Decoder(nn.Module):
     """Tokens in, logits of the same rows out, float32 or wider. Ids vocab and above may be read (masks, BOS), never written.
 
-    tied  the head is the embedding, transposed (which then starts small, so that logits do)
+    tied       the head is the embedding, transposed (which then starts small, so that logits do)
+    positions  > 0: so many learned embeddings of positions, added to the tokens', and no rotary
     """
 
     config: BlockConfig
@@ -190,13 +210,17 @@ class Decoder(nn.Module):
     extra: int  # ids that may be read only
     theta: float
     tied: bool = False
+    positions: int = 0
 
     def setup(self):
         cfg = self.config
         start = nn.initializers.normal(cfg.width**-0.5 if self.tied else 1.0)
         self.embed = nn.Embed(self.vocab + self.extra, cfg.width, dtype=cfg.dtype, param_dtype=cfg.param_dtype, embedding_init=start)
+        if self.positions:
+            half = nn.initializers.normal(0.5 * cfg.width**-0.5 if self.tied else 0.5)
+            self.position_embed = nn.Embed(self.positions, cfg.width, dtype=cfg.dtype, param_dtype=cfg.param_dtype, embedding_init=half)
         self.stack = Stack(cfg, self.layers)
-        self.norm = RMSNorm(cfg.eps, cfg.norm, cfg.param_dtype)
+        self.norm = norm_layer(cfg)
         if not self.tied:
             self.head = Dense(self.vocab, param_dtype=cfg.param_dtype)
 
@@ -231,8 +255,12 @@ class Decoder(nn.Module):
         gate_BQ: Bool[Array, "B Q"] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Cache | None]:
         """Returns (the last block's output, cache): what `logits` takes."""
-        table = rotary_table(positions_BQ[:, :, None], self.config.head_width, self.theta)
-        return self.stack(self.embed(tokens_BQ), mask, table, table, cache, segment_BQ, gate_BQ)
+        if self.positions:
+            # Rows behind a text's end may stand anywhere. They aren't read, but a NaN would be: nought times NaN.
+            h_BQD, table = self.embed(tokens_BQ) + self.position_embed(jnp.minimum(positions_BQ, self.positions - 1)), None
+        else:
+            h_BQD, table = self.embed(tokens_BQ), rotary_table(positions_BQ[:, :, None], self.config.head_width, self.theta)
+        return self.stack(h_BQD, mask, table, table, cache, segment_BQ, gate_BQ)
 
     def logits(self, h_BWD: Float[Array, "B W D"]) -> Float[Array, "B W V"]:
         """Returns the logits of any rows."""

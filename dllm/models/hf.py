@@ -1,4 +1,4 @@
-"""Checkpoints of the public families as our models, and back: names, shapes, config.json, weights.
+"""Checkpoints of the public families as our models, and back: names, shapes, config.json, weights. (GPT-2 and ESM-2: models/layouts.py.)
 
 `load` puts a `Source` (models/sources.py), tensor by tensor, into arrays stacked [N, ...] over layers that the caller gives: there is never
 a second copy of a model in memory, and with arrays that are files not even one. Both ways are strict: what is missing, left over or of
@@ -13,6 +13,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 
 from dllm.core.paths import named_leaves
 from dllm.core.types import UserError
-from dllm.models import public, qwen3
+from dllm.models import esm2, gpt2, layouts, public, qwen3
 from dllm.models.qwen3 import Config
 from dllm.models.sources import INDEX, Source, library
 
@@ -47,6 +48,24 @@ TENSORS = {
     "head/kernel": "lm_head.weight",
 }
 EMBEDDING, HEAD = "embed/embedding", "head/kernel"
+AnyConfig = Config | gpt2.Config | esm2.Config
+
+
+class Layout(NamedTuple):
+    """What a kind of checkpoint is as one of ours: the model, its tensors as TENSORS has them, whether products are stored [out, in], and
+    the name of a tied head, which a checkpoint may hold beside its embedding."""
+
+    model: ModuleType
+    tensors: Mapping[str, str]
+    turned: bool = True
+    head: str | None = None
+
+
+LAYOUTS: dict[type, Layout] = {
+    Config: Layout(qwen3, TENSORS),
+    gpt2.Config: Layout(gpt2, layouts.GPT2, turned=False, head="lm_head.weight"),
+    esm2.Config: Layout(esm2, layouts.ESM2, head="lm_head.decoder.weight"),
+}
 
 # Keys of config.json that this decoder has no other value for; None stands for an absent one.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -62,35 +81,43 @@ SHARD = 2 * 10**9  # bytes a file
 
 
 class Place(NamedTuple):
-    """Where a tensor goes: `leaf[index]` is the tensor, or, `turned`, its transpose."""
+    """Where a tensor goes: `leaf[index]` is the tensor, or, `turned`, its transpose; of several leaves each is an equal part of columns."""
 
-    leaf: str
+    leaves: tuple[str, ...]
     index: tuple[int, ...]
     turned: bool
     shape: tuple[int, ...]  # of the tensor, as it is stored
 
 
-def abstract(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract(config: AnyConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns {name: shape and dtype} of the model's parameters; nothing is computed."""
-    return named_leaves(jax.eval_shape(functools.partial(qwen3.init, config), jax.random.key(0))["params"])
+    model = LAYOUTS[type(config)].model
+    return named_leaves(jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))["params"])
 
 
-def places(config: Config) -> dict[str, Place]:
+def places(config: AnyConfig) -> dict[str, Place]:
     """Returns {tensor: its place} for a model of this shape."""
+    layout, likes = LAYOUTS[type(config)], abstract(config)
+    together: dict[str, list[str]] = {}
+    for leaf in layout.tensors:
+        if leaf in likes:
+            together.setdefault(layout.tensors[leaf], []).append(leaf)
     found = {}
-    for leaf, like in abstract(config).items():
-        template, turned = TENSORS[leaf], not (leaf == EMBEDDING or leaf.endswith("scale"))
-        lead = (config.layers,) * ("{n}" in template) + (config.experts,) * ("{e}" in template)
-        shape = like.shape[len(lead) :]
+    for template, leaves in together.items():
+        turned = layout.turned and not leaves[0].endswith(("embedding", "scale", "bias"))
+        stacked = template.count("{")  # axes, over layers and experts
+        lead, (*rows, columns) = likes[leaves[0]].shape[:stacked], likes[leaves[0]].shape[stacked:]
+        shape = (*rows, columns * len(leaves))
         for index in np.ndindex(lead):
-            found[template.format(**dict(zip("ne", index)))] = Place(leaf, index, turned, shape[::-1] if turned else shape)
+            name = template.format(**dict(zip("ne", index)))
+            found[name] = Place(tuple(leaves), index, turned, shape[::-1] if turned else shape)
     return found
 
 
 # -- config.json
 
 
-def from_hf(config: Mapping[str, Any], where: str) -> Config:
+def from_hf(config: Mapping[str, Any], where: str) -> AnyConfig:
     """Returns the model that a config.json describes. SDAR's lacks the mask id, and says the block length at most in training's copies.
 
     Raises UserError for what this decoder isn't, naming the key.
@@ -99,9 +126,9 @@ def from_hf(config: Mapping[str, Any], where: str) -> Config:
     kinds = sorted({k for kinds in public.FAMILIES.values() for k in kinds})
     if kind not in kinds:
         raise UserError(f"{where} is of model_type {kind!r}; this decoder is {', '.join(kinds)}")
-    for key, values in FIXED.items():
-        if config.get(key) not in values:
-            raise UserError(f"{where} has {key}={config[key]!r}, which this decoder doesn't know; it wants {values[0]!r}")
+    if kind in ("gpt2", "esm"):
+        return (layouts.gpt2_from_hf if kind == "gpt2" else layouts.esm2_from_hf)(config, where)
+    layouts.check_fixed(config, FIXED, where)
     rope = config.get("rope_parameters") or {}  # newer files keep theta there
     if rope.get("rope_type", "default") != "default":
         raise UserError(f"{where} has rope_type={rope['rope_type']!r}, which this decoder doesn't know; it wants 'default'")
@@ -113,12 +140,9 @@ def from_hf(config: Mapping[str, Any], where: str) -> Config:
     keys |= {"mlp": "moe_intermediate_size" if sparse else "intermediate_size"}
     keys |= {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"} if sparse else {}
     theta = config.get("rope_theta", rope.get("rope_theta"))
-    if missing := [key for key in keys.values() if not isinstance(config.get(key), (int, float))] + ["rope_theta"] * (theta is None):
-        raise UserError(f"{where} lacks {missing[0]}; restore the file as it was published")
-    fields = {field: config[key] for field, key in keys.items()}
+    fields = layouts.fields({**config, "rope_theta": theta}, keys | {"theta": "rope_theta"}, where)
     return Config(
-        **fields,
-        theta=float(theta),
+        **fields | {"theta": float(fields["theta"])},
         head_width=config.get("head_dim") or fields["width"] // fields["heads"],
         qk_norm=kind != "llama",
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -128,8 +152,13 @@ def from_hf(config: Mapping[str, Any], where: str) -> Config:
     )
 
 
-def to_hf(config: Config) -> dict[str, Any]:
-    """Returns the model's config.json. A block-diffusion one has `mask_token_id` and `block_size`, as SDAR's training copies do."""
+def to_hf(config: AnyConfig) -> dict[str, Any]:
+    """Returns the model's config.json. Raises UserError for a model that has none.
+
+    A block-diffusion one has `mask_token_id` and `block_size`, as SDAR's training copies do.
+    """
+    if not isinstance(config, Config):
+        return layouts.gpt2_to_hf(config) if isinstance(config, gpt2.Config) else layouts.esm2_to_hf(config)
     family = "Llama" if not config.qk_norm else "Qwen3" if config.mask_id < 0 else "SDAR"
     if family == "Llama" and config.experts:
         raise UserError("a sparse model without norms on its heads has no name among the public families; set model.qk_norm")
@@ -160,7 +189,7 @@ def to_hf(config: Config) -> dict[str, Any]:
     return found
 
 
-def target(model: str, source: Source, block: int) -> tuple[Config, Config]:
+def target(model: str, source: Source, block: int) -> tuple[AnyConfig, AnyConfig]:
     """Returns (the source's own config, that of the model to be made of it, which is `model`: a row of the table, or a family).
 
     `block` > 0 makes a block-diffusion model: of SDAR with that block length; of a Llama one with a MASK id behind its vocabulary, and a
@@ -174,8 +203,13 @@ def target(model: str, source: Source, block: int) -> tuple[Config, Config]:
         raise UserError(f"{source.where} is of model_type {kind!r}, from which no {family} is made; pass --model={fit}")
     half = source.headers and all(header.dtype == jnp.bfloat16 for header in source.headers.values())
     dtype = "bfloat16" if half else "float32"
-    own = dataclasses.replace(own, dtype=dtype, param_dtype=dtype)
-    if family == "sdar":
+    if hasattr(own, "param_dtype"):
+        own = dataclasses.replace(own, dtype=dtype, param_dtype=dtype)
+    if not isinstance(own, Config):
+        if block:
+            raise UserError(f"--block is for sdar, llama and stories; a {family} has no blocks: drop it")
+        made = own
+    elif family == "sdar":
         row = public.MODELS[model].block if model in public.MODELS else None
         said = {"--block": block or None, f"--model={model}": row, "config.json's block_size": source.config.get("block_size")}
         said = {key: value for key, value in said.items() if value is not None}
@@ -191,14 +225,14 @@ def target(model: str, source: Source, block: int) -> tuple[Config, Config]:
     else:
         made = dataclasses.replace(own, block=block or own.block)
     public.check(model, made if family == "sdar" else own)
-    qwen3.build(made)  # for its errors
+    LAYOUTS[type(made)].model.build(made)  # for its errors
     return own, made
 
 
 # -- weights
 
 
-def check_headers(source: Source, own: Config) -> None:
+def check_headers(source: Source, own: AnyConfig) -> None:
     """Returns None if the source holds the tensors of a model `own`, no more, no fewer. Raises UserError that names the first other one."""
     wanted = places(own)
     for name, place in wanted.items():
@@ -209,27 +243,34 @@ def check_headers(source: Source, own: Config) -> None:
             shapes = f"{list(source.headers[name].shape)}, and its config wants {list(place.shape)}"
             raise UserError(f"the tensor {name} of {source.where} is {shapes}; use the config.json that belongs to it")
     for name in source.headers:
-        if name not in wanted:
+        if name not in wanted and name != LAYOUTS[type(own)].head:
             raise UserError(f"{source.where} holds the tensor {name}, which this model has no use for; it is another kind of model")
 
 
-def load(source: Source, own: Config, config: Config, arrays: Mapping[str, np.ndarray]) -> None:
+def load(source: Source, own: AnyConfig, config: AnyConfig, arrays: Mapping[str, np.ndarray]) -> None:
     """Fills `arrays`, {name: array} in the shapes of `abstract(config)`, from the source, which holds a model `own`.
 
     A head that `own` ties and `config` doesn't is the embedding, copied; the row of the vocabulary that `config` has more, MASK, is the
     mean of the embeddings. Raises UserError where the source isn't what it should be; see `check_headers`.
     """
     check_headers(source, own)
-    wanted = places(own)
+    wanted, head = places(own), LAYOUTS[type(own)].head
     for name, tensor in source.read():
+        if name == head:
+            continue
         place = wanted[name]
-        into = arrays[place.leaf][place.index] if place.index else arrays[place.leaf]
-        if place.leaf == EMBEDDING:
-            into = into[: own.vocab]
-        elif place.leaf == HEAD:
-            into = into[:, : own.vocab]
-        _put(into, tensor, place.turned)
-        del tensor  # before the next is read
+        for leaf, part in zip(place.leaves, np.split(tensor, len(place.leaves), -1)):
+            into = arrays[leaf][place.index] if place.index else arrays[leaf]
+            if leaf == EMBEDDING:
+                into = into[: own.vocab]
+            elif leaf == HEAD:
+                into = into[:, : own.vocab]
+            _put(into, part, place.turned)
+        del tensor, part  # before the next is read
+    if head in source.headers and not np.array_equal(next(t for name, t in source.read() if name == head), arrays[EMBEDDING]):
+        raise UserError(f"the tensor {head} of {source.where} isn't its embedding, and this model ties them; it is another kind of model")
+    if not isinstance(own, Config):
+        return
     embedding_VD = arrays[EMBEDDING]
     if config.vocab > own.vocab:
         embedding_VD[own.vocab :] = embedding_VD[: own.vocab].mean(0, dtype=np.float32)
@@ -247,12 +288,12 @@ def _put(into: np.ndarray, tensor: np.ndarray, turned: bool) -> None:
         into[...] = tensor
 
 
-def empty(config: Config) -> dict[str, np.ndarray]:
+def empty(config: AnyConfig) -> dict[str, np.ndarray]:
     """Returns arrays for `load`, in memory."""
     return {name: np.empty(like.shape, like.dtype) for name, like in abstract(config).items()}
 
 
-def save(folder: str | Path, config: Config, leaves: Mapping[str, Any], shard: int = SHARD) -> list[Path]:
+def save(folder: str | Path, config: AnyConfig, leaves: Mapping[str, Any], shard: int = SHARD) -> list[Path]:
     """Writes config.json and the weights {name: array} as safetensors files of at most `shard` bytes (or one tensor), and returns them.
 
     One file's tensors are in memory at a time, besides the model.
@@ -264,26 +305,31 @@ def save(folder: str | Path, config: Config, leaves: Mapping[str, Any], shard: i
     files: list[list[str]] = [[]]
     wanted, room, total = places(config), shard, 0
     for name, place in wanted.items():
-        size = int(np.prod(place.shape)) * np.dtype(leaves[place.leaf].dtype).itemsize
+        size = int(np.prod(place.shape)) * np.dtype(leaves[place.leaves[0]].dtype).itemsize
         if files[-1] and size > room:
             files.append([])
             room = shard
         files[-1].append(name)
         room, total = room - size, total + size
     paths = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)] if files[1:] else ["model.safetensors"]
-    whole: dict[str, np.ndarray] = {}  # the leaf at hand, on the host: stacked ones are read once, not once a layer
+    whole: dict[str, np.ndarray] = {}  # the leaves at hand, on the host: stacked ones are read once, not once a layer
 
     def tensor(place: Place) -> np.ndarray:
-        if place.leaf not in whole:
+        if place.leaves[0] not in whole:
             whole.clear()
-            whole[place.leaf] = np.asarray(leaves[place.leaf])
-        part = whole[place.leaf][place.index] if place.index else whole[place.leaf]
-        into = np.empty(place.shape, part.dtype)
-        _put(into, part, place.turned)
+            whole.update({leaf: np.asarray(leaves[leaf]) for leaf in place.leaves})
+        into = np.empty(place.shape, whole[place.leaves[0]].dtype)
+        for leaf, columns in zip(place.leaves, np.split(into, len(place.leaves), -1)):
+            _put(columns, whole[leaf][place.index] if place.index else whole[leaf], place.turned)
         return into
 
+    buffers = layouts.esm2_buffers(config) if isinstance(config, esm2.Config) else {}
+    files[-1] += buffers
+    total += sum(array.nbytes for array in buffers.values())
     for path, names in zip(paths, files):
-        save_file({name: tensor(wanted[name]) for name in names}, folder / path, metadata={"format": "pt"})
+        arrays = {name: buffers[name] if name in buffers else tensor(wanted[name]) for name in names}
+        save_file(arrays, folder / path, metadata={"format": "pt"})
+        del arrays
         (folder / path).chmod((folder / "config.json").stat().st_mode)  # the library makes files that only their owner can read
     if files[1:]:
         index = {"metadata": {"total_size": total}, "weight_map": {n: path for path, names in zip(paths, files) for n in names}}
@@ -294,7 +340,20 @@ def save(folder: str | Path, config: Config, leaves: Mapping[str, Any], shard: i
 # -- the tokenizer
 
 
-def check_tokenizer(source: Source, config: Config) -> None:
+def tokenizer(source: Source) -> dict[str, bytes]:
+    """Returns the source's tokenizer's files. GPT-2's own don't say what begins and ends a text; here tokenizer_config.json does."""
+    if source.config.get("model_type") != "gpt2" or not source.tokenizer:
+        return source.tokenizer
+    file, ids = "tokenizer_config.json", {number: token for file in source.tokenizer for token, number in _tokens(source, file)}
+    settings = json.loads(source.tokenizer.get(file, b"{}"))
+    for key in ("bos", "eos"):
+        if (number := source.config.get(f"{key}_token_id")) in ids:
+            settings.setdefault(f"{key}_token", ids[number])
+            settings.setdefault("added_tokens_decoder", {}).setdefault(str(number), {"content": ids[number]})
+    return {**source.tokenizer, file: (json.dumps(settings, indent=2) + "\n").encode()}
+
+
+def check_tokenizer(source: Source, config: AnyConfig) -> None:
     """Returns None if the source's tokenizer fits the model: ids below the vocabulary, and the mask id MASK's or nobody's.
 
     Its files spell MASK in two ways, so it is known by its id (https://github.com/hxhcreate/DARE/issues/13: ids that differ between
@@ -303,10 +362,10 @@ def check_tokenizer(source: Source, config: Config) -> None:
     for file in source.tokenizer:
         for token, number in _tokens(source, file):
             has = f"{file} of {source.where} has {token!r} as id {number}"
-            if token in public.MASK_SPELLINGS and config.mask_id >= 0 and number != config.mask_id:
+            if token.upper() in public.MASK_SPELLINGS and config.mask_id >= 0 and number != config.mask_id:
                 mend = "use the tokenizer and the config that belong together"
                 raise UserError(f"{has}, and the model's mask id is {config.mask_id}; {mend}")
-            if number == config.mask_id and token not in public.MASK_SPELLINGS:
+            if number == config.mask_id and token.upper() not in public.MASK_SPELLINGS:
                 raise UserError(f"{has}, which is the model's mask id; use the tokenizer that belongs to the model")
             if not 0 <= number < config.vocab:
                 raise UserError(f"{has}, and the model's vocabulary is {config.vocab}; use the tokenizer that belongs to the model")
@@ -323,6 +382,8 @@ def _tokens(source: Source, file: str) -> Iterator[tuple[str, int]]:
             if at != len(data):
                 raise ValueError("its last token is cut off")
             yield "its last token", number
+        if file == "vocab.txt":  # ESM-2's: a token a line
+            yield from ((token, number) for number, token in enumerate(data.decode().split()))
         if not file.endswith(".json"):
             return
         content = json.loads(data)

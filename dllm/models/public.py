@@ -1,14 +1,16 @@
 """The public models as rows of one table: their shapes, and what their config.json lacks, the mask id and the block length of SDAR.
 
 Sources: the models' config.json; for the mask id and the blocks SDAR's training code and the names of its repositories (JetLM/SDAR-*).
-SDAR is Qwen3 trained on, its tied head copied out: 1.7B has 2.03 billion parameters.
+SDAR is Qwen3 trained on, its tied head copied out: 1.7B has 2.03 billion parameters. DPLM is ESM-2's shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from dllm.core.types import UserError
+from dllm.models import esm2, gpt2
 from dllm.models.qwen3 import Config
 
 MASK_ID = 151669  # the row of Qwen3's padded vocabulary behind its last token; spelt <|MASK|> in one file of SDAR's and <MASK> in others
@@ -40,12 +42,15 @@ def _sdar(size: str, block: int) -> Config:
     return dataclasses.replace(_QWEN3, **_SIZES[size] | dict(tied=False, mask_id=MASK_ID, block=block, norm="fused"))
 
 
-MODELS: dict[str, Config] = {
+MODELS: dict[str, Any] = {
     **{f"qwen3-{size}": dataclasses.replace(_QWEN3, **shape) for size, shape in _SIZES.items()},
     **{f"sdar-{size}{f'-b{block}' * (block > 4)}": _sdar(size, block) for size in _SIZES if size != "0.6b" for block in BLOCKS},
     "smollm2-135m": _SMOLLM2,
     "smollm2-135m-instruct": _SMOLLM2,
     "stories260k": _STORIES,
+    **{f"gpt2-{size}": gpt2.Config(**gpt2.PRESETS[size]) for size in ("small", "medium", "large", "xl")},
+    **{f"esm2-{size.replace('_', '-')}": esm2.Config(**esm2.PRESETS[size]) for size in ("t6_8m", "t12_35m", "t30_150m", "t33_650m")},
+    "dplm-150m": esm2.Config(**esm2.PRESETS["t30_150m"]),
 }
 # A family, and the `model_type` of the checkpoints that it can be made of.
 FAMILIES = {
@@ -53,8 +58,11 @@ FAMILIES = {
     "qwen3": ("qwen3", "qwen3_moe"),
     "llama": ("llama",),
     "stories": ("llama",),
+    "gpt2": ("gpt2",),
+    "esm2": ("esm",),
+    "dplm": ("esm",),
 }
-_FAMILY = {"qwen3": "qwen3", "sdar": "sdar", "smollm2": "llama", "stories260k": "stories"}  # of a row, by what its name begins with
+_FAMILY = {"smollm2": "llama", "stories260k": "stories"}  # of a row, by what its name begins with, if not with the family's
 # What a copy of a model may have otherwise. Chat models read further than their base; dtypes and rounding are the caller's choice.
 _FREE = ("length", "norm", "dtype", "param_dtype", "remat")
 
@@ -65,19 +73,21 @@ def family(name: str) -> str:
         return name
     if name not in MODELS:
         raise UserError(f"no public model {name!r}; there are the families {', '.join(FAMILIES)}, and {', '.join(MODELS)}")
-    return _FAMILY[name.partition("-")[0]]
+    first = name.partition("-")[0]
+    return _FAMILY.get(first, first)
 
 
-def check(name: str, config: Config) -> None:
+def check(name: str, config: Any) -> None:
     """Returns None if `config` is the row `name`, or, `name` being a family, the row of its size, should there be one.
 
     Raises UserError that names the first field that differs.
     """
-    size = lambda c: (c.width, c.layers, c.experts)
+    size = lambda c: [getattr(c, key, 0) for key in ("width", "layers", "n_noncausal", "experts")]
+    block = lambda c: getattr(c, "block", 1)
     if name in MODELS:
         rows = [name]
     else:
-        rows = [row for row, c in MODELS.items() if family(row) == name and size(c) == size(config) and c.block in (config.block, 1)]
+        rows = [row for row, c in MODELS.items() if family(row) == name and size(c) == size(config) and block(c) in (block(config), 1)]
     for row in rows[:1]:
         for key, value in dataclasses.asdict(MODELS[row]).items():
             if key not in _FREE and getattr(config, key) != value:

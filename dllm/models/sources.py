@@ -1,4 +1,4 @@
-"""Checkpoints as files: what they hold, under the names of Hugging Face's Llama and Qwen3, and how it is read, tensor by tensor.
+"""Checkpoints as files: what they hold, under Hugging Face's names, and how it is read, tensor by tensor.
 
 Safetensors folders, llama2.c's files, GGUF. All come out as if they were the first: rotary pairs of channels (j, j + K / 2), a config.json.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,15 @@ from dllm.core.types import UserError
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 INDEX = "model.safetensors.index.json"
 TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TOKENIZER += ("chat_template.jinja", "generation_config.json")
+TOKENIZER += ("chat_template.jinja", "generation_config.json", "vocab.txt")
+
+# By model_type: tensors that files hold beside the weights (masks, tables of angles, a head that predicts contacts), and what names lack
+# in those that were saved without a head.
+UNUSED = {
+    "gpt2": r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
+    "esm": r".*(position_ids|position_embeddings\.weight|inv_freq)|esm\.contact_head\..*",
+}
+PREFIX = {"gpt2": "transformer."}
 
 
 class Header(NamedTuple):
@@ -70,15 +79,20 @@ def safetensors(folder: Path) -> Source:
     if not files:
         raise UserError(f"{folder} holds no safetensors; pass the folder of a checkpoint")
     headers, at = {}, {}
+    unused, prefix = re.compile(UNUSED.get(config.get("model_type"), "$.")), PREFIX.get(config.get("model_type"), "")
+    whole = lambda name: name if name.startswith((prefix, "lm_head")) else prefix + name
     for file in files:
         with opened(file) as f:
             for name in f.keys():  # noqa: SIM118 (f is no dict)
                 part = f.get_slice(name)
-                if name in headers:
+                if name in at:
                     raise UserError(f"{file} and {at[name]} both hold {name}; remove the file that doesn't belong to the checkpoint")
+                at[name] = file
+                if unused.fullmatch(name):
+                    continue
                 if part.get_dtype() not in DTYPES:
                     raise UserError(f"{file}: {name} is of type {part.get_dtype()}; it can be {', '.join(DTYPES)}")
-                headers[name], at[name] = Header(tuple(part.get_shape()), DTYPES[part.get_dtype()]), file
+                headers[whole(name)] = Header(tuple(part.get_shape()), DTYPES[part.get_dtype()])
     for name in index or ():
         if at.get(name) != folder / index[name]:
             raise UserError(f"{folder / index[name]} lacks the tensor {name}, which {INDEX} says it has; download the checkpoint again")
@@ -87,7 +101,8 @@ def safetensors(folder: Path) -> Source:
         for file in files:
             with opened(file) as f:
                 for name in f.keys():  # noqa: SIM118
-                    yield name, f.get_tensor(name)
+                    if not unused.fullmatch(name):
+                        yield whole(name), f.get_tensor(name)
 
     tokenizer = [folder / name for name in TOKENIZER if (folder / name).is_file()] + sorted(folder.glob("tok*.bin"))
     return Source(str(folder), config, headers, read, {path.name: path.read_bytes() for path in tokenizer})

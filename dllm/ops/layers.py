@@ -1,4 +1,4 @@
-"""The two leaf modules that every network here is made of."""
+"""The leaf modules that every network here is made of."""
 
 from __future__ import annotations
 
@@ -30,6 +30,23 @@ class RMSNorm(nn.Module):
         return y.astype(x.dtype) * scale.astype(x.dtype) if self.style == "eager" else (y * scale.astype(y.dtype)).astype(x.dtype)
 
 
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * scale + bias over the last axis, reckoned in float32 or wider (Ba et al., arXiv 1607.06450)."""
+
+    eps: float = 1e-5
+    param_dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... K"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), self.param_dtype)
+        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scale, bias = (jnp.expand_dims(p.astype(y.dtype), range(x.ndim - 1)) for p in (scale, bias))
+        y = y - jnp.mean(y, -1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return (y * scale + bias).astype(x.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lora:
     """A low-rank adapter of the products named in `targets`: y + alpha / rank * (x a) b (Hu et al., arXiv 2106.09685)."""
@@ -40,7 +57,7 @@ class Lora:
 
 
 class Dense(nn.Module):
-    """x @ kernel, without bias. Weights start normal with standard deviation gain / sqrt(fan in).
+    """x @ kernel, plus a bias if there is one. Weights start normal with standard deviation gain / sqrt(fan in), a bias at 0.
 
     With `lora`, rows whose gate is open get the adapter's term, from the collection `lora`, float32: a [I, rank] starts uniform within
     1 / sqrt(I), b [rank, O] zero. A closed row has the bits of the product alone (`where`, not a factor: that keeps -0.0).
@@ -51,6 +68,7 @@ class Dense(nn.Module):
     gain: float = 1.0
     param_dtype: str = "float32"
     lora: Lora | None = None
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "... I"], gate: Bool[Array, "..."] | None = None) -> Float[Array, "... O"]:
@@ -58,6 +76,8 @@ class Dense(nn.Module):
         kernel = self.param("kernel", nn.initializers.normal(self.gain * fan_in**-0.5), (fan_in, self.features), self.param_dtype)
         rows = x.reshape(-1, fan_in)  # the backward pass of a product with two row axes is twice as slow on XLA:CPU
         y = rows @ kernel.astype(x.dtype)
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.param_dtype).astype(x.dtype)[None]
         lora = self.lora
         if lora is not None and self.name in lora.targets and (self.has_variable("lora", "a") or self.has_rng("lora")):
             if gate is None:

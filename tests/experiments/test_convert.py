@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dllm.core.paths import named_leaves
-from dllm.models import hf, peft, public, uno
+from dllm.models import esm2, gpt2, hf, peft, public, uno
 from dllm.train.checkpoint import load_run
 from tests.experiments.programs import REPO, complaint, files
 
@@ -60,6 +60,30 @@ def test_there_and_back(programs, checkpoints, tmp_path):
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "name, config, says",
+    [
+        ("gpt2", gpt2.Config(vocab=24, length=8, width=16, layers=2, heads=4, mlp=8), "vocabulary 24, autoregressive"),
+        ("esm2", esm2.Config(length=8, width=16, n_noncausal=2, heads=4, mlp=8), "vocabulary 33, mask id 32"),
+    ],
+)
+def test_gpt2_and_esm2_there_and_back(name, config, says, programs, tmp_path):
+    rng, src = np.random.default_rng(0), tmp_path / "src"
+    hf.save(src, config, {n: rng.normal(size=x.shape).astype(np.float32) for n, x in hf.abstract(config).items()})
+    for change in ({}, {"token_dropout": True}):
+        edit(**change)(src, place := tmp_path / f"src{len(change)}")
+        done = programs.run("convert_hf", f"--model={name}", f"--src={place}", f"--dst={tmp_path / f'w{len(change)}'}")
+        assert (done.code, done.err) == (0, "")
+        assert says in done.out
+        assert ("token_dropout, which is off here" in done.out) == bool(change)
+    done = programs.run("convert_hf", f"--model={name}", f"--src={tmp_path / 'w0'}", f"--dst={tmp_path / 'back'}", "--reverse")
+    assert (done.code, done.err) == (0, "")
+    assert tensors(tmp_path / "back") == tensors(src)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((src / "config.json").read_text())
+    line = complaint(programs.run("convert_hf", "--model=llama", f"--src={tmp_path / 'w0'}", f"--dst={tmp_path / 'no'}", "--reverse"))
+    assert f"not --model=llama; pass --model={name}" in line
+
+
 def damaged(change):
     """Returns what makes, in the test's folder, a changed copy of the checkpoint qwen3."""
 
@@ -98,7 +122,11 @@ def cut(folder):
         (None, ("--model=sdar", "--block=4"), "model.mask_id is 151669; make it an id below model.vocab = 24"),
         (None, ("--model=sdar-1.7b",), "the checkpoint has vocab=24, and sdar-1.7b vocab=151936"),
         (None, ("--model=llama",), "is of model_type 'qwen3', from which no llama is made; pass --model=sdar or qwen3"),
-        (None, ("--model=gemma",), "no public model 'gemma'; there are the families sdar, qwen3, llama, stories, and qwen3-0.6b"),
+        (
+            None,
+            ("--model=gemma",),
+            "no public model 'gemma'; there are the families sdar, qwen3, llama, stories, gpt2, esm2, dplm, and qwen3-0.6b",
+        ),
         (None, ("--model=qwen3", "--block=two"), "--block"),
         (None, ("--model=qwen3", "--reverse"), "holds no checkpoint"),
         (None, ("--model=qwen3", "--reverse", "--block=4"), "--block belongs to the other direction"),

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from dllm.core.paths import map_named, named_leaves
 from dllm.core.types import UserError
-from dllm.models import hf, public, qwen3, sources
+from dllm.data import tokenizers
+from dllm.models import esm2, gpt2, hf, public, qwen3, sources
 from dllm.ops import masks
 
 HERE = Path(__file__).parent
@@ -47,7 +48,7 @@ def checkpoint(tmp_path):
 
 
 def tree(config, arrays):
-    like = jax.eval_shape(lambda: qwen3.init(config, jax.random.key(0))["params"])
+    like = jax.eval_shape(lambda: hf.LAYOUTS[type(config)].model.init(config, jax.random.key(0))["params"])
     return {"params": map_named(lambda name, leaf: jnp.asarray(arrays[name]), like)}
 
 
@@ -59,6 +60,13 @@ def convert(folder, model, block=0):
     arrays = hf.empty(made)
     hf.load(source, own, made, arrays)
     return made, arrays
+
+
+def assert_near(ours, theirs, tokens):
+    """ESM-2's `text` says nothing of padding's own rows."""
+    for kind, array in ours.items():
+        array = np.where((tokens == 1)[:, :, None], theirs[kind], array) if kind == "text" else array
+        np.testing.assert_allclose(array, theirs[kind], rtol=0, atol=1e-5, err_msg=kind)
 
 
 def logits(config, variables, tokens, mask, chunk=0):
@@ -78,6 +86,14 @@ def logits(config, variables, tokens, mask, chunk=0):
 
 def all_logits(config, arrays, tokens):
     variables, block = tree(config, arrays), masks.BlockCausal(BLOCK)
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
+    if isinstance(config, gpt2.Config):
+        return {"causal": jax.jit(lambda x: gpt2.bind(config, variables).forward(None, x, at, masks.causal)[0])(tokens)}
+    if isinstance(config, esm2.Config):  # in sequence order, all revealed: what each token's row predicts; nothing of padding's own rows
+        full = dataclasses.replace(config, pad_id=31)  # an id that isn't there: then all tokens are read
+        drafts = lambda config, x: esm2.bind(config, variables).both(x, at, jnp.full((len(x),), x.shape[1]))[0]
+        drafts = jax.jit(drafts, static_argnums=0)
+        return {"full": drafts(full, tokens), "text": drafts(config, tokens)}
     return {
         "causal": logits(config, variables, tokens, masks.causal),
         "block": logits(config, variables, tokens, block),
@@ -92,14 +108,97 @@ def test_logits_are_those_of_transformers(name, checkpoint):
     decoder (https://github.com/JetAstra/SDAR/issues/22), and weights that weren't loaded can't pass
     (https://github.com/kuleshov-group/bd3lms/issues/31)."""
     file = golden(name)
-    ours = all_logits(*convert(checkpoint(name), name.partition("_")[0]), file["tokens"])
-    for kind, array in ours.items():
-        np.testing.assert_allclose(array, file[kind], rtol=0, atol=1e-5, err_msg=kind)
+    assert_near(all_logits(*convert(checkpoint(name), name.partition("_")[0]), file["tokens"]), file, file["tokens"])
     assert np.abs(file["causal"] - file["block"]).max() > 1  # so that the masks are told apart
 
 
+@pytest.mark.parametrize("name", ["gpt2", "esm2"])
+def test_logits_of_gpt2_and_esm2_are_those_of_transformers(name, checkpoint):
+    """ESM-2: two MASK tokens and padding that is read, or isn't."""
+    file = golden(name)
+    assert_near(all_logits(*convert(checkpoint(name), name), file["tokens"]), file, file["tokens"])
+    assert name == "gpt2" or np.abs(file["full"] - file["text"])[1, :8].max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "esm2"])
+def test_what_public_files_hold_besides(name, checkpoint):
+    """GPT-2's were saved without a head, and so without a prefix; buffers are no weights; a tied head may be there, but not another one."""
+    head, embedding = {"gpt2": ("lm_head", "transformer.wte"), "esm2": ("lm_head.decoder", "esm.embeddings.word_embeddings")}[name]
+
+    def add(tensors, config, by=0):
+        tensors[f"{head}.weight"] = tensors[f"{embedding}.weight"] + np.float32(by)
+        if name == "gpt2":
+            for key in [key for key in tensors if key.startswith("transformer.")]:
+                tensors[key.removeprefix("transformer.")] = tensors.pop(key)
+            tensors |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.uint8), "h.0.attn.masked_bias": np.float32([-1e4])}
+        else:
+            inside = "esm.encoder.layer.0.attention.self.rotary_embeddings.inv_freq"
+            tensors |= {inside: np.ones(2, np.float32), "esm.embeddings.position_ids": np.zeros((1, 66), np.int64)}
+            tensors |= {"esm.contact_head.regression.weight": np.ones((1, 8), np.float32)}
+        return tensors
+
+    plain, more = convert(checkpoint(name), name), convert(checkpoint(name, add), name)
+    assert plain[0] == more[0]
+    assert all(more[1][key].tobytes() == array.tobytes() for key, array in plain[1].items())
+    with pytest.raises(UserError, match=f"the tensor {head}.weight of .* isn't its embedding, and this model ties them"):
+        convert(checkpoint(name, lambda t, c: add(t, c, 1)), name)
+
+
+@pytest.mark.parametrize(
+    "name, model, change, says",
+    [
+        ("gpt2", "gpt2", lambda t, c: c.update(activation_function="relu"), "has activation_function='relu', which this decoder doesn't"),
+        ("gpt2", "gpt2", lambda t, c: t.pop("transformer.h.1.attn.c_attn.bias"), "lacks the tensor transformer.h.1.attn.c_attn.bias"),
+        ("gpt2", "gpt2", lambda t, c: c.pop("n_embd"), "config lacks n_embd; restore"),
+        ("gpt2", "gpt2", lambda t, c: c.update(n_positions=60), r"transformer.wpe.weight of \S+ is \[64, 16\], and its config wants \[60"),
+        ("gpt2", "gpt2-medium", lambda t, c: None, "the checkpoint has vocab=40, and gpt2-medium vocab=50257"),
+        ("gpt2", "esm2", lambda t, c: None, "is of model_type 'gpt2', from which no esm2 is made; pass --model=gpt2"),
+        ("esm2", "esm2", lambda t, c: c.update(position_embedding_type="absolute"), "has position_embedding_type='absolute'"),
+        ("esm2", "esm2", lambda t, c: c.update(emb_layer_norm_before=True), "has emb_layer_norm_before=True"),
+        ("esm2", "dplm-150m", lambda t, c: None, "the checkpoint has width=16, and dplm-150m width=640"),
+        ("esm2", "esm2", lambda t, c: t.update(extra=np.zeros(1, np.float32)), "holds the tensor extra, which this model has no use for"),
+    ],
+)
+def test_a_gpt2_or_esm2_that_is_another(name, model, change, says, checkpoint):
+    with pytest.raises(UserError, match=says):
+        convert(checkpoint(name, change), model)
+
+
+def test_blocks_and_tails_are_no_part_of_them(checkpoint):
+    for name in ("gpt2", "esm2"):
+        with pytest.raises(UserError, match=f"--block is for sdar, llama and stories; a {name} has no blocks"):
+            convert(checkpoint(name), name, block=4)
+    with pytest.raises(UserError, match="the format of ESM-2 has no causal layers; convert the workdir that the backbone was taken from"):
+        hf.to_hf(esm2.Config(n_causal=1))
+    with pytest.raises(UserError, match=r"model.theta is 500.0, and the format of ESM-2 has 10000 only"):
+        hf.to_hf(esm2.Config(theta=500.0))
+
+
+def test_gpt2s_tokenizer_learns_what_ends_a_text(checkpoint):
+    folder = checkpoint("gpt2", lambda t, c: c.update(bos_token_id=2, eos_token_id=2))
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2, "ab": 3}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    files = hf.tokenizer(sources.open_source(folder))
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    tokenizer = tokenizers.read(folder)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.begins) == (2, 2, False)
+    assert tokenizer.encode("ab<|endoftext|>a") == [3, 2, 0]
+    assert hf.tokenizer(sources.open_source(checkpoint("gpt2", folder="without"))) == {}
+
+
 @pytest.mark.parametrize("shard", [hf.SHARD, 4000])
-@pytest.mark.parametrize("name, dtype", [("qwen3", "float32"), ("qwen3_moe", "float32"), ("llama", "float32"), ("qwen3", "bfloat16")])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("qwen3", "float32"),
+        ("qwen3_moe", "float32"),
+        ("llama", "float32"),
+        ("qwen3", "bfloat16"),
+        ("gpt2", "float32"),
+        ("esm2", "float32"),
+    ],
+)
 def test_there_and_back_bit_for_bit(name, dtype, shard, checkpoint, tmp_path):
     def cast(tensors, config):
         for key in tensors:
@@ -107,15 +206,19 @@ def test_there_and_back_bit_for_bit(name, dtype, shard, checkpoint, tmp_path):
 
     folder = checkpoint(name, cast)
     config, arrays = convert(folder, name.partition("_")[0])
-    assert config.param_dtype == dtype
+    assert getattr(config, "param_dtype", "float32") == dtype
     files = hf.save(tmp_path / "back", config, named_leaves(tree(config, arrays)["params"]), shard)
     assert len(files) == (2 if shard == hf.SHARD else len(list((tmp_path / "back").glob("*.safetensors"))) + 2)
     assert shard == hf.SHARD or len(files) > 5
     there, back = load_file(folder / "model.safetensors"), {}
+    there.pop("esm.contact_head.regression.weight", None), there.pop("esm.contact_head.regression.bias", None)
     for file in files:
         back |= load_file(file) if file.suffix == ".safetensors" else {}
     assert there.keys() == back.keys()
     for key, array in there.items():
+        if key.endswith("inv_freq"):  # no weight: reckoned anew
+            np.testing.assert_allclose(back[key], array, rtol=1e-6)
+            continue
         assert (back[key].dtype, back[key].shape, back[key].tobytes()) == (array.dtype, array.shape, array.tobytes())
     again, arrays_again = convert(tmp_path / "back", name.partition("_")[0])
     assert again == config
@@ -200,7 +303,7 @@ def spoil(name):
         ("vocabulary", r"the tensor model.embed_tokens.weight of \S+ is \[40, 16\], and its config wants \[39, 16\]; use the config.json"),
         ("no head", "lacks the tensor lm_head.weight; set tie_word_embeddings if its head is the embedding"),
         ("integers", "k_proj.weight is of type I32; it can be F32, F16, BF16"),
-        ("kind", "is of model_type 'mamba'; this decoder is llama, qwen3, qwen3_moe, sdar, sdar_moe"),
+        ("kind", "is of model_type 'mamba'; this decoder is esm, gpt2, llama, qwen3, qwen3_moe, sdar, sdar_moe"),
         ("scaling", "has rope_scaling=.*, which this decoder doesn't know; it wants None"),
         ("rope", "has rope_type='yarn'"),
         ("bias", "has attention_bias=True, which this decoder doesn't know; it wants False"),
@@ -277,16 +380,27 @@ def test_agreeing_ones_pass_and_disagreeing_configs_do_not(checkpoint):
         hf.target("sdar", source, 0)
 
 
-@pytest.mark.parametrize("name", ["sdar-4b", "sdar-30b-a3b-b32", "qwen3-1.7b", "qwen3-30b-a3b", "smollm2-135m", "stories260k"])
+ROWS = ["sdar-4b", "sdar-30b-a3b-b32", "qwen3-1.7b", "qwen3-30b-a3b", "smollm2-135m", "stories260k", "gpt2-xl", "dplm-150m"]
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_config_json_there_and_back(name):
     row = public.MODELS[name]
-    found = hf.from_hf(hf.to_hf(row), "here")
-    assert dataclasses.replace(found, dtype=row.dtype, param_dtype=row.param_dtype) == row
+    found, types = hf.from_hf(hf.to_hf(row), "here"), ("dtype", "param_dtype")
+    assert dataclasses.replace(found, **{key: getattr(row, key) for key in types if hasattr(row, key)}) == row
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, model, block", [("qwen3", "qwen3", 0), ("qwen3_tied", "sdar", 4), ("qwen3_moe", "qwen3", 0), ("llama", "llama", 4)]
+    "name, model, block",
+    [
+        ("qwen3", "qwen3", 0),
+        ("qwen3_tied", "sdar", 4),
+        ("qwen3_moe", "qwen3", 0),
+        ("llama", "llama", 4),
+        ("gpt2", "gpt2", 0),
+        ("esm2", "esm2", 0),
+    ],
 )
 def test_a_saved_model_loads_in_transformers(name, model, block, checkpoint, tmp_path):
     """No key missing or unexpected, and the same logits, by another environment: see make_golden.py."""
@@ -299,5 +413,4 @@ def test_a_saved_model_loads_in_transformers(name, model, block, checkpoint, tmp
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["bad"] == {}
     with np.load(tmp_path / "ours" / "logits.npz") as theirs:
-        for kind, array in all_logits(config, arrays, theirs["tokens"]).items():
-            np.testing.assert_allclose(array, theirs[kind], rtol=0, atol=1e-5, err_msg=kind)
+        assert_near(all_logits(config, arrays, theirs["tokens"]), theirs, theirs["tokens"])

@@ -22,6 +22,11 @@ COUNTS = {  # SDAR's by the sizes of its published files in bfloat16, Qwen3's ti
     "qwen3-30b-a3b": 30_532_122_624,
     "smollm2-135m": 134_515_008,
     "stories260k": 260_032,
+    "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "esm2-t6-8m": 7_840_794 - 1026 * 320 - (6 * 20 + 1),  # less unused embeddings of positions, and a head that predicts contacts
 }
 
 
@@ -36,8 +41,16 @@ def test_active_parameters_tensors_and_cache():
     experts = sum(leaf.size for name, leaf in hf.abstract(moe).items() if name.endswith(("moe/gate", "moe/up", "moe/down")))
     assert COUNTS["sdar-30b-a3b"] - experts * (moe.experts - moe.experts_per_token) // moe.experts == 3_353_032_704
     assert len(hf.places(dense)) == 399  # as the index of SDAR-4B says
-    cache = {name: 2 * 2 * c.layers * c.kv_heads * c.head_width for name, c in public.MODELS.items()}
-    assert [cache[f"sdar-{size}"] for size in ("1.7b", "4b", "8b", "30b-a3b")] == [114_688, 147_456, 147_456, 98_304]
+    cache = lambda c: 2 * 2 * c.layers * c.kv_heads * c.head_width
+    sizes = ("1.7b", "4b", "8b", "30b-a3b")
+    assert [cache(public.MODELS[f"sdar-{size}"]) for size in sizes] == [114_688, 147_456, 147_456, 98_304]
+
+
+@pytest.mark.parametrize("name", ["esm2-t12-35m", "esm2-t30-150m", "esm2-t33-650m", "dplm-150m"])
+def test_the_sizes_of_proteins_models(name):
+    count = sum(leaf.size for leaf in hf.abstract(public.MODELS[name]).values())
+    assert count / 1e6 == pytest.approx(int(name.rpartition("-")[2][:-1]), rel=0.05)
+    assert public.family(name) == name.partition("-")[0]
 
 
 def test_every_published_block_length_has_a_row():
@@ -58,5 +71,8 @@ def test_a_row_is_known_by_its_size_and_checked():
         public.check("sdar", dataclasses.replace(sdar, theta=1e4))
     with pytest.raises(UserError, match="the checkpoint has width=2560, and sdar-8b width=4096"):
         public.check("sdar-8b", sdar)
-    with pytest.raises(UserError, match=r"no public model 'sdar-5b'; there are the families sdar, qwen3, llama, stories, and qwen3-0.6b, "):
+    with pytest.raises(
+        UserError,
+        match=r"no public model 'sdar-5b'; there are the families sdar, qwen3, llama, stories, gpt2, esm2, dplm, and qwen3-0.6b, ",
+    ):
         public.family("sdar-5b")

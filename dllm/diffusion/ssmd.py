@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dllm.core.types import UserError
 from dllm.diffusion.corruption import any_order
@@ -47,27 +47,31 @@ class Config:
 
 
 def loss(
-    functions: Any, tokens_BL: Int[Array, "B L"], key: jax.Array, config: Config, given_B: Int[Array, "B"] | None = None
+    functions: Any, tokens_BL: Int[Array, "B L"], key: jax.Array, config: Config, given_BL: Bool[Array, "B L"] | None = None
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Returns (loss in nats a masked token, metrics). Tokens are in sequence order.
 
-    The first `given_B` positions of a row are its prefix: read, and never in the loss. At rank 0 the target is the draft by
-    definition; its cross-entropy is counted there, without a gradient.
+    Positions that are `given`, a prompt, special tokens, padding, are never in the loss, and no part of a row's length: that is D, its
+    other positions, and a row counts by it. At rank 0 the target is the draft by definition; its cross-entropy is counted there, without
+    a gradient.
 
-    Metrics in bits: `draft_bpc`, the bound a character (with a prefix: a character after it). `draft_ce` and `causal_ce` average over
+    Metrics in bits: `draft_bpc`, the bound a character that isn't given. `draft_ce` and `causal_ce` average over
     the same tokens with the same weights, those where the model has a target of its own: masked, and not of rank 0. `agreement` is the
     mean of 1 - TV(draft, target) over these. `tv` and `elbo` (nats a masked token) are the terms of the module's head, without their
     weights, and there only if these are not 0. Without causal layers `draft_bpc` and `draft_ce` are all.
     """
     B, L = tokens_BL.shape
-    order_BL, revealed_B = any_order(key, B, L, given_B)
+    order_BL, revealed_B = any_order(key, B, L, given_BL)
     if config.prefixes > 1:
-        tokens_BL, order_BL, revealed_B = _share(tokens_BL, order_BL, revealed_B, given_B, config.prefixes)
+        tokens_BL, order_BL, revealed_B = _share(tokens_BL, order_BL, revealed_B, given_BL, config.prefixes)
     ranked_BL = jnp.take_along_axis(tokens_BL, order_BL, 1)
     draft_BLV, target_BLV = functions.both(ranked_BL, order_BL, revealed_B)
 
     rank_BL = jnp.broadcast_to(jnp.arange(L)[None], (B, L))
     weight_BL = jnp.where(rank_BL >= revealed_B[:, None], 1.0 / (L - revealed_B)[:, None], 0.0)  # each row sums to 1
+    if given_BL is not None:
+        D_B = L - given_BL.sum(1)
+        weight_BL = weight_BL * (D_B / jnp.mean(D_B))[:, None]
     own_BL = jnp.where(rank_BL > 0, weight_BL, 0.0)
 
     def own_bits(x_BL):
@@ -77,6 +81,8 @@ def loss(
     draft_BL = cross_entropy(draft_BLV, ranked_BL)
     draft = jnp.sum(weight_BL * draft_BL) / B
     metrics = {"draft_bpc": draft / jnp.log(2.0), "draft_ce": own_bits(draft_BL)}
+    if given_BL is not None:
+        metrics["tokens"] = jnp.sum(D_B).astype(jnp.float32)
     if target_BLV is None:
         return draft, {"loss": draft, **metrics}
 
@@ -100,10 +106,10 @@ def loss(
     return total, {"loss": total, **metrics}
 
 
-def _share(tokens_BL, order_BL, revealed_B, given_B, prefixes: int) -> tuple[Array, Array, Array]:
+def _share(tokens_BL, order_BL, revealed_B, given_BL, prefixes: int) -> tuple[Array, Array, Array]:
     """Returns a batch of B / prefixes texts and orders, each in `prefixes` adjacent rows whose i are stratified and rise."""
     B, L = tokens_BL.shape
-    if given_B is not None:
+    if given_BL is not None:
         raise UserError("objective.prefixes > 1 doesn't go with given positions; set it to 1")
     if B % prefixes:
         raise UserError(f"the batch of {B} rows can't be shared out over objective.prefixes={prefixes}; make it a multiple")

@@ -12,8 +12,7 @@ from jaxtyping import Array, Int
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
 from dllm.ops.passes import count, no_passes
 from dllm.ops.settings import Settings, shape_logits
-from dllm.ops.windows import window_table
-from dllm.samplers.loop import Prompt, Samples, chosen, put, to_ranks, to_sequence
+from dllm.samplers.loop import Prompt, Samples, chosen, make_windows, put, to_ranks, to_sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,7 @@ def sample(
     positions are chosen apart from them: a joint draw of token-or-mask in float32 loses rare tokens and looks better than it is.
     """
     batch, length = prompt.tokens.shape
-    table = window_table(options.window, length, options.rate)
-    window = int(table.max())
+    width, window = make_windows(options.window, options.rate, prompt)
     order_BL, tokens_BL, revealed_B = to_ranks(prompt, draws, order_BL)
 
     def step(state):
@@ -41,7 +39,7 @@ def sample(
         logits_BWV, _ = functions.draft(tokens_BL, order_BL, revealed_B, window)
         law_BWV = shape_logits(logits_BWV, settings)
         rank_BW = revealed_B[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
-        end_B = revealed_B + jnp.where(live_B, jnp.asarray(table)[jnp.minimum(revealed_B, length - 1)], 0)
+        end_B = revealed_B + jnp.where(live_B, width(revealed_B), 0)
         where_BW = rank_BW < end_B[:, None]
         drawn_BW, draws = categorical(draws, Slot(Purpose.DRAFT, rank_BW, jnp.full((batch,), cycle), where_BW), law_BWV)
         tokens_BL = put(tokens_BL, rank_BW, drawn_BW, where_BW)

@@ -15,8 +15,7 @@ from jaxtyping import Array, Int
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
 from dllm.ops.passes import count, no_passes
 from dllm.ops.settings import Settings, shape_logits
-from dllm.ops.windows import window_table
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, put, to_ranks, to_sequence
+from dllm.samplers.loop import Prompt, Samples, chosen, make_windows, pick, put, to_ranks, to_sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ def sample(
     `functions` has draft(tokens_BL, order_BL, revealed_B, window) -> (logits_BWV, hidden). The ranks are re-sorted in every pass.
     """
     batch, length = prompt.tokens.shape
-    table = window_table(options.window, length, options.rate)
+    width, _ = make_windows(options.window, options.rate, prompt)
     order_BL, tokens_BL, revealed_B = to_ranks(prompt, draws, order_BL)
 
     def step(state):
@@ -53,7 +52,7 @@ def sample(
         key_BL = put(jnp.full_like(score_BL, -jnp.inf), rank_BL, -score_BL, open_BL)
         first_BL = jnp.argsort(key_BL, 1, stable=True)
         tokens_BL, order_BL, logprobs_BL = (jnp.take_along_axis(x, first_BL, 1) for x in (tokens_BL, order_BL, logprobs_BL))
-        revealed_B = revealed_B + jnp.where(live_B, jnp.asarray(table)[jnp.minimum(revealed_B, length - 1)], 0)
+        revealed_B = revealed_B + jnp.where(live_B, width(revealed_B), 0)
         return tokens_BL, order_BL, logprobs_BL, revealed_B, cycle + 1, count(passes, "noncausal", live_B, length), draws
 
     state = (tokens_BL, order_BL, jnp.zeros((batch, length), jnp.float32), revealed_B, jnp.int32(0), no_passes(batch), draws)

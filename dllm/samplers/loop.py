@@ -20,6 +20,7 @@ from dllm.ops import masks, mesh
 from dllm.ops.draws import Draws, KeyedDraws, permutation
 from dllm.ops.passes import KINDS, Passes, count, no_passes
 from dllm.ops.settings import Settings
+from dllm.ops.windows import window_table
 
 PREFILL = 256  # prompt tokens a pass: it bounds the memory of scores
 
@@ -30,6 +31,7 @@ class Prompt:
 
     tokens: Any  # [B L] int32, sequence order; read where given
     given: Any  # [B L] bool
+    outside: Any = None  # [B L] bool, given, and no part of the text: special tokens and padding of a batch of mixed lengths; None: nothing
 
 
 @struct.dataclass
@@ -188,11 +190,26 @@ def seed(functions: Any, tokens_BL: Int[Array, "B L"], settled_B: Int[Array, "B"
 def to_ranks(
     prompt: Prompt, draws: Draws, order_BL: Int[Array, "B L"] | None
 ) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Int[Array, "B"]]:
-    """Returns (order, tokens in rank order, number revealed): uniform order, or the one handed in; given positions are ranked first."""
+    """Returns (order, tokens in rank order, number revealed): uniform order, or the one handed in; given positions are ranked first, of
+    these the ones outside."""
     order_BL = permutation(draws, prompt.tokens.shape[1]) if order_BL is None else order_BL
-    first = jnp.argsort(~jnp.take_along_axis(prompt.given, order_BL, 1), axis=1, stable=True)
+    open_BL = 1 - prompt.given.astype(jnp.int32) - (0 if prompt.outside is None else prompt.outside)
+    first = jnp.argsort(jnp.take_along_axis(open_BL, order_BL, 1), axis=1, stable=True)
     order_BL = jnp.take_along_axis(order_BL, first, 1).astype(jnp.int32)
     return order_BL, jnp.take_along_axis(prompt.tokens, order_BL, 1), prompt.given.sum(1, dtype=jnp.int32)
+
+
+def make_windows(shape: str, rate: float, prompt: Prompt) -> tuple[Callable[[Int[Array, "B"]], Int[Array, "B"]], int]:
+    """Returns (W, the widest window): W(revealed_B) ranks may be revealed next, for D the row's own length, what lies outside left out."""
+    length = prompt.tokens.shape[1]
+    if prompt.outside is None:
+        table = window_table(shape, length, rate)
+        return (lambda revealed_B: jnp.asarray(table)[jnp.minimum(revealed_B, length - 1)]), int(table.max())
+    tables = np.zeros((length + 1, length), np.int32)
+    for D in range(1, length + 1):
+        tables[D, :D] = window_table(shape, D, rate)
+    outside_B = prompt.outside.sum(1, dtype=jnp.int32)
+    return (lambda revealed_B: jnp.asarray(tables)[length - outside_B, jnp.minimum(revealed_B - outside_B, length - 1)]), int(tables.max())
 
 
 def to_sequence(x_BL: Array, order_BL: Int[Array, "B L"]) -> Array:

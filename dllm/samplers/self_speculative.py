@@ -17,9 +17,8 @@ from dllm.core.types import UserError
 from dllm.ops.draws import Draws, Purpose, Slot, categorical
 from dllm.ops.passes import count, no_passes
 from dllm.ops.settings import Settings, shape_logits
-from dllm.ops.windows import window_table
 from dllm.samplers.accept import Verification, judge
-from dllm.samplers.loop import Prompt, Samples, chosen, pick, put, to_ranks, to_sequence
+from dllm.samplers.loop import Prompt, Samples, chosen, make_windows, pick, put, to_ranks, to_sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +48,7 @@ def sample(
     if options.verification not in ("chain", "block"):
         raise UserError(f"no verification {options.verification!r}; there are: chain, block")
     batch, length = prompt.tokens.shape
-    table = window_table(options.window, length, options.rate)
-    window = int(table.max())
+    width, window = make_windows(options.window, options.rate, prompt)
     order_BL, tokens_BL, revealed_B = to_ranks(prompt, draws, order_BL)
     cycles = options.n_verify + 1  # draws of one outer step: the draft, and N judgements
 
@@ -58,7 +56,7 @@ def sample(
         tokens_BL, logprobs_BL, start_B, step, passes, proposed_B, accepted_B, draws = state
         live_B = start_B < length
         rank_BW = start_B[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
-        end_B = start_B + jnp.where(live_B, jnp.asarray(table)[jnp.minimum(start_B, length - 1)], 0)
+        end_B = start_B + jnp.where(live_B, width(start_B), 0)
         logits_BWV, hidden = functions.draft(tokens_BL, order_BL, start_B, window)
         draft_BWV = shape_logits(logits_BWV, settings)
         passes = count(passes, "noncausal", live_B, length)

@@ -37,7 +37,9 @@ def reference(variables, tokens, key, given):
     log_p, log_q = (np.log(np.exp(x) / np.exp(x).sum(-1, keepdims=True)) for x in np.asarray(both, np.float64))
     loss, bound, own = 0.0, 0.0, []
     for b, i in enumerate(revealed.tolist()):
-        weight = 1 / (CONFIG.length - i)
+        own_length = CONFIG.length if given is None else int((~given[b]).sum())
+        share = 1 / len(tokens) if given is None else own_length / int((~given).sum())
+        weight = share * len(tokens) / (CONFIG.length - i)
         for d in range(i, CONFIG.length):
             p, q = log_p[b, d], log_p[b, d] if d == 0 else log_q[b, d]
             bound -= weight * p[ranked[b, d]] / len(tokens)
@@ -51,11 +53,15 @@ def reference(variables, tokens, key, given):
 
 @pytest.mark.parametrize("given", [None, [0, 3, 7, 1]])
 def test_ssmd_against_loops(variables, given):
-    given = None if given is None else jnp.array(given)
+    """Given: so many positions, the first of some rows and the last of others. A row counts by those that aren't."""
+    if given is not None:
+        place = jnp.arange(CONFIG.length)[None]
+        given = jnp.where(jnp.arange(4)[:, None] % 2 == 0, place, CONFIG.length - 1 - place) < jnp.array(given)[:, None]
     for seed in range(5):
         total, metrics = run(CONFIG, variables, TOKENS, jax.random.key(seed), given)
         want = reference(variables, TOKENS, jax.random.key(seed), given)
-        assert metrics.keys() == want.keys()
+        assert metrics.keys() - {"tokens"} == want.keys()
+        assert given is None or metrics["tokens"] == (~given).sum()
         for name, value in want.items():
             np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
         assert total == metrics["loss"]
@@ -65,7 +71,7 @@ def test_prefix_tokens_are_read_and_never_in_the_loss():
     """With logits that don't depend on the tokens, changing a prefix changes nothing; changing anything else does."""
     logits = jax.random.normal(jax.random.key(3), (8, 5))
     table = types.SimpleNamespace(both=lambda tokens, order, revealed: (logits[order], logits[order] * 2))
-    given = jnp.array([3, 3, 3, 3])
+    given = jnp.broadcast_to(jnp.arange(CONFIG.length)[None] < 3, TOKENS.shape)
     loss = lambda tokens: float(ssmd.loss(table, tokens, KEY, ssmd.Config(), given)[0])
     assert loss(TOKENS.at[:, :3].set(4)) == loss(TOKENS)
     assert loss(TOKENS.at[:, 3:].set(4)) != loss(TOKENS)

@@ -39,7 +39,7 @@ def law(sampler, options, functions, *, cycles, order=None, prompt=None, rows=51
     """The law of a sampler in sequence order, by all scripts through its jitted program."""
     length, vocab = functions.length, functions.vocab
     order_BL = jnp.tile(jnp.arange(length) if order is None else jnp.asarray(order), (rows, 1))
-    prompt = empty_prompt(rows, length) if prompt is None else jax.tree.map(lambda x: jnp.tile(x, (rows, 1)), prompt)
+    prompt = empty_prompt(rows, length) if prompt is None else jax.tree.map(lambda x_L: jnp.tile(x_L, (rows, 1)), prompt)
     settings = make_settings(rows, vocab, **(settings or {}))
 
     @jax.jit
@@ -124,6 +124,51 @@ def test_given_tokens_are_revealed_first(verification):
     first_alone = lambda i: 1 if i == 0 else 3
     expect = {(b, c, a): p for (a, b, c), p in law_self_speculative(conditioned, first_alone, 1, verification).items()}
     assert distance(got, expect) < 1e-10
+
+
+MIXED = Prompt(  # a special token, two positions of text, padding: ranks 2 and 3 are to be drawn, windows are those of a text of 2
+    jnp.asarray([0, 0, 0, 1]), jnp.asarray([True, False, False, True]), jnp.asarray([True, False, False, True])
+)
+
+
+def with_given_ranks(tables):
+    """Returns the tables of a text whose ranks 0 and 1 hold the tokens 0 and 1 for sure."""
+    certain = Tables(tables.draft.copy(), tables.target.copy())
+    for rank, token in enumerate((0, 1)):
+        for law in (certain.draft, certain.target):
+            law[:, :, rank] = np.eye(2)[token]
+    return certain
+
+
+def in_sequence(ranks):
+    return {(a, c, d, b): p for (a, b, c, d), p in ranks.items()}
+
+
+@pytest.mark.parametrize("name, n_verify, verification", [("chain", 1, "chain"), ("block", 2, "block"), ("ancestral", 0, "")])
+def test_a_text_among_longer_ones_is_drawn_by_its_own_length(name, n_verify, verification):
+    """W(i) = i + 1 of the text's own two positions: one token, then the other. By the batch's length both would be drawn at once."""
+    tables = make_tables(2, 4)
+    width = lambda i: 2 if i == 0 else i - 1
+    if name == "ancestral":
+        got = law(ancestral, ancestral.Options("linear", 2.0), Functions(tables), cycles=4, prompt=MIXED)
+        want, other = (law_ancestral(with_given_ranks(tables), w) for w in (width, lambda i: 2))
+    else:
+        options = self_speculative.Options("linear", 2.0, n_verify, verification)
+        got = law(self_speculative, options, Functions(tables), cycles=4 * (n_verify + 1), prompt=MIXED)
+        want, other = (law_self_speculative(with_given_ranks(tables), w, n_verify, verification) for w in (width, lambda i: 2))
+    assert distance(got, in_sequence(want)) < 1e-10
+    assert distance(got, in_sequence(other)) > 1e-3
+
+
+@pytest.mark.parametrize("sampler", [ancestral, confidence, self_speculative])
+def test_passes_are_those_of_a_row_s_own_length(sampler):
+    """One token a pass: as many passes as a row has positions of its own."""
+    tables, lengths = make_tables(2, 4), (4, 2, 3, 1)
+    outside = jnp.arange(4)[None] >= jnp.asarray(lengths)[:, None]
+    prompt, draws = Prompt(jnp.zeros((4, 4), jnp.int32), outside, outside), KeyedDraws(jax.random.key(0), jnp.arange(4, dtype=jnp.int32))
+    options = sampler.Options(window="constant", rate=1.0)
+    samples = jax.jit(lambda: sampler.sample(Functions(tables), options, make_settings(4, 2), draws, prompt))()
+    assert samples.passes.noncausal.tolist() == list(lengths)
 
 
 def test_settings_shape_draft_and_target_alike():

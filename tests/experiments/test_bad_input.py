@@ -185,9 +185,9 @@ CASES = {
     "unknown section": train(config={"extra": {"a": 1}}, says=("unknown section extra", "there are: data, model")),
     "missing section": train(config={"mesh": None}, says=("section mesh is missing",)),
     # names
-    "unknown model": train("--config.model.name=transformer", says=("'transformer'", "there are: gpt, hybrid")),
+    "unknown model": train("--config.model.name=transformer", says=("'transformer'", "there are: ", "hybrid")),
     "unknown objective": train("--config.objective.name=elbo", says=("'elbo'", "there are: ", "ssmd")),
-    "unknown data": train("--config.data.name=text9", says=("'text9'", "there are: pydocs, text8")),
+    "unknown data": train("--config.data.name=text9", says=("'text9'", "there are: ", "text8")),
     "unknown sampler in a config": train("--config.sampler.name=beam", says=("'beam'", "there are: ancestral")),
     # numbers
     "no steps": train("--config.train.steps=0", says=("train.steps is 0; it must be positive",)),
@@ -325,7 +325,7 @@ CASES = {
     "unknown sampler in a sweep": sweep(config=point("beam"), says=("'beam'", "there are: ancestral")),
     "rate 0 in a sweep": sweep(config=point(options={"rate": 0.0}), says=("0 < rate <= 1", "got 0.0")),
     "setting in a sweep": sweep(config=point(settings={"top_p": 2.0}), says=("setting top_p must be",)),
-    "unknown eval": sweep(config={"evals": ("fluency",)}, says=("'fluency'", "there are: bound, entropy, gen_nll")),
+    "unknown eval": sweep(config={"evals": ("fluency",)}, says=("'fluency'", "there are: ", "gen_nll")),
     "no judge": sweep(config={"evals": ("gen_nll",)}, says=("gen_nll needs a trained gpt run", "judge")),
     "judge of another vocabulary": sweep(
         config={"evals": ("gen_nll",), "judge": "{place}/gpt_20"}, says=("the judge knows 20 symbols", "use a judge of the same data")

@@ -8,6 +8,8 @@ Masks, rotary tables and the cache are call arguments; the cache is also a resul
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,7 +21,7 @@ from dllm.core.types import UserError
 from dllm.models import moe
 from dllm.models.attention import attention, cached_attention
 from dllm.models.cache import Cache
-from dllm.ops import mesh
+from dllm.ops import masks, mesh
 from dllm.ops.layers import Dense, LayerNorm, Lora, RMSNorm
 from dllm.ops.masks import Mask
 from dllm.ops.rotary import Table, rotary_table, rotate
@@ -267,3 +269,21 @@ class Decoder(nn.Module):
         h_BWD = self.norm(h_BWD)
         logits_BWV = self.embed.attend(h_BWD)[:, :, : self.vocab] if self.tied else self.head(h_BWD)
         return logits_BWV.astype(jnp.promote_types(logits_BWV.dtype, jnp.float32))
+
+
+def init(module: Decoder, key: jax.Array) -> dict[str, Any]:
+    """Returns fresh variables {"params": ...} of a decoder without adapter."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return jax.jit(lambda key: module.init(key, None, tokens, tokens, masks.causal))(key)
+
+
+def bind(module: Decoder, variables: Any) -> tuple[Callable[..., Any], Callable[[int, int], Cache]]:
+    """Returns (forward, empty_cache) of a decoder without adapter, as models/qwen3.py's Functions has them."""
+
+    def forward(cache, tokens_BQ, positions_BQ, mask, at_BW=None, segment_BQ=None):
+        return module.apply(variables, cache, tokens_BQ, positions_BQ, mask, at_BW, segment_BQ)
+
+    def empty(batch, slots):
+        return empty_cache(module.config, module.layers, batch, slots)
+
+    return forward, empty

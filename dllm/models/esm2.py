@@ -11,7 +11,6 @@ the share of MASK tokens ("token dropout"), as in DPLM: a masked-diffusion model
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -134,12 +133,9 @@ def build(config: Config) -> Esm2:
 
 def init(config: Config, key: jax.Array) -> dict[str, Any]:
     """Returns fresh variables {"params": ...}."""
-    module, row = build(config), jnp.zeros((1, config.length), jnp.int32)
-    return jax.jit(lambda key: module.init(key, row, row, row[:, 0], method="both"))(key)
+    return hybrid.fresh(build(config), key)
 
 
 def bind(config: Config, variables: Any) -> Functions:
     """Returns the model as plain functions, those of a hybrid. Call it inside the jitted function that uses them."""
-    module = build(config)
-    methods = (functools.partial(module.apply, variables, method=name) for name in ("both", "draft", "verify"))
-    return Functions(*methods, config.vocab, config.length)
+    return hybrid.bound(build(config), variables)

@@ -293,12 +293,21 @@ def check(config: Any) -> None:
 
 def init(config: Config, key: jax.Array) -> dict[str, Any]:
     """Returns fresh variables {"params": ...}."""
-    module, row = build(config), jnp.zeros((1, config.length), jnp.int32)
-    return jax.jit(lambda key: module.init(key, row, row, row[:, 0], method="both"))(key)
+    return fresh(build(config), key)
 
 
 def bind(config: Config, variables: Any) -> Functions:
     """Returns the model as plain functions. Call it inside the jitted function that uses them."""
-    module = build(config)
+    return bound(build(config), variables)
+
+
+def fresh(module: Hybrid, key: jax.Array) -> dict[str, Any]:
+    """Returns fresh variables {"params": ...} of a hybrid of any backbone."""
+    row = jnp.zeros((1, module.config.length), jnp.int32)
+    return jax.jit(lambda key: module.init(key, row, row, row[:, 0], method="both"))(key)
+
+
+def bound(module: Hybrid, variables: Any) -> Functions:
+    """Returns a hybrid of any backbone as plain functions."""
     methods = (functools.partial(module.apply, variables, method=name) for name in ("both", "draft", "verify"))
-    return Functions(*methods, config.vocab, config.length)
+    return Functions(*methods, module.config.vocab, module.config.length)

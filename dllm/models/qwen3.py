@@ -11,12 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from dllm.core.types import UserError
 from dllm.models import decoder
 from dllm.models.cache import Cache
-from dllm.ops import masks
 
 RULES = decoder.RULES
 
@@ -90,18 +88,9 @@ def build(config: Config) -> decoder.Decoder:
 
 def init(config: Config, key: jax.Array) -> dict[str, Any]:
     """Returns fresh variables {"params": ...}."""
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    return jax.jit(lambda key: build(config).init(key, None, tokens, tokens, masks.causal))(key)
+    return decoder.init(build(config), key)
 
 
 def bind(config: Config, variables: Any) -> Functions:
     """Returns the model as plain functions. Call it inside the jitted function that uses them."""
-    module = build(config)
-
-    def forward(cache, tokens_BQ, positions_BQ, mask, at_BW=None, segment_BQ=None):
-        return module.apply(variables, cache, tokens_BQ, positions_BQ, mask, at_BW, segment_BQ)
-
-    def empty_cache(batch, slots):
-        return decoder.empty_cache(module.config, config.layers, batch, slots)
-
-    return Functions(forward, empty_cache, config.vocab, config.length, config.block, config.mask_id)
+    return Functions(*decoder.bind(build(config), variables), config.vocab, config.length, config.block, config.mask_id)

@@ -134,7 +134,7 @@ def run() -> None:
         return
     with locked(out, "planning", "--out"):
         results.repair(out / "rows.jsonl")
-        known = {row["key"]: row for row in plan.read_rows(out / "rows.jsonl")}
+        known = results.read_table(out / "rows.jsonl", lambda row: row["key"], "a plan's row")
         rows = [row for case in cases for row in solve(case, known, out)]
         write_atomic(out / "README.md", plan.page(rows))
     print(f"wrote {out / 'README.md'} and {out / 'rows.jsonl'}")

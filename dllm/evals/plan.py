@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 import re
@@ -243,18 +242,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
     cells += [str(sum(row["kernels"].values())), *(f"{ms[key]:.1f}" for key in ("compute", "memory", "links"))]
     return [*cells, f"{max(ms.values()):.1f} .. {sum(ms.values()):.1f}", f"{row['compile_s']:.0f} s"]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a JSON-lines file, of several with one key the last. Raises UserError for a line that is none."""
-    rows: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
-        try:
-            row = json.loads(line)
-            rows[row["key"]] = row
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"line {number} of {path} is not a plan's row: delete that line") from None
-    return list(rows.values())
 
 
 PAGE = """# What training and decoding at full size take of devices that weren't here

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,21 +65,40 @@ def gather(out: Path) -> None:
 
 def read_rows(out: Path) -> list[dict[str, Any]]:
     """Returns the rows in the order of their first appearance; of several with one key the last. A half-written last line isn't read."""
-    rows = {}
+
+    def row(line: dict[str, Any]) -> dict[str, Any]:
+        return line | {"setting": dict(line["setting"]), "nfe": float(line["nfe"])}
+
+    rows: dict[Any, dict[str, Any]] = {}
     for path in (rows_file(out), *_host_files(out)):
-        if not path.exists():
-            continue
-        try:
-            lines = path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
-        except OSError as e:
-            raise UserError(f"cannot read {path}: {e.strerror}; move it away, or make it readable") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                rows[row_key(row)] = row | {"setting": dict(row["setting"]), "nfe": float(row["nfe"])}
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"line {number} of {path} is not a sweep row: delete that line") from None
+        rows |= {key: row(line) for key, line in read_table(path, lambda line: (row(line), row_key(line))[1], "a sweep row").items()}
     return list(rows.values())
+
+
+def read_table(path: Path, key: Callable[[dict[str, Any]], Any], what: str) -> dict[Any, dict[str, Any]]:
+    """Returns the rows of a JSON-lines file by their key, in the order of their first appearance; of several with one key the last.
+
+    {} where there is no file. A half-written last line isn't read. Raises UserError for a line that isn't JSON, or of which `key` can't be
+    taken: it is not `what`.
+    """
+    rows = {}
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            row = json.loads(line)
+            rows[key(row)] = row
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"line {number} of {path} is not {what}: delete that line") from None
+    return rows
+
+
+def read_lines(path: Path) -> list[str]:
+    """Returns the whole lines of a file; none if it isn't there."""
+    try:
+        return path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}; move it away, or make it readable") from None
 
 
 def append_row(out: Path, row: dict[str, Any], arrays: dict[str, np.ndarray], host: int | None = None) -> None:

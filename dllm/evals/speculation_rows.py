@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dllm.core.types import UserError
+from dllm.evals import results
 from dllm.evals.speculation import TWO_PASSES
 
 KEY = ("table", "model", "step", "config_hash", "setting")
@@ -27,22 +28,14 @@ def row_key(row: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the rows of a file by their key, in the order of their first appearance; of several with one key the last. A half-written
-    last line isn't read. Raises UserError on a line that is no row."""
-    rows = {}
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            row = json.loads(line)
-            rows[row_key(row)] = row
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"line {number} of {path} is no row of speculate.py: delete that line") from None
-    return rows
+    """Returns the rows of a file by their key (results.read_table)."""
+    return results.read_table(path, row_key, "a row of speculate.py")
 
 
 def logged_acceptance(workdir: Path, step: int) -> dict[str, Any] | None:
     """Returns what a run's metrics.jsonl says of held-out acceptance by depth, at `step` or last before it; None if it says nothing."""
     try:
-        logged = [json.loads(line) for line in _lines(workdir / "metrics.jsonl")]
+        logged = [json.loads(line) for line in results.read_lines(workdir / "metrics.jsonl")]
     except ValueError:
         raise UserError(f"{workdir / 'metrics.jsonl'} has a line that is not JSON; restore it, or move it away") from None
     logged = [row for row in logged if row["step"] <= step and "valid_accepted" in row]
@@ -50,16 +43,6 @@ def logged_acceptance(workdir: Path, step: int) -> dict[str, Any] | None:
         return None
     accept = {k.removeprefix("valid_accept_"): v for k, v in logged[-1].items() if k.startswith("valid_accept_")}
     return {"logged_step": logged[-1]["step"], "accept": accept, "accepted": logged[-1]["valid_accepted"]}
-
-
-def _lines(path: Path) -> list[str]:
-    """Returns the whole lines of a file; none if it isn't there."""
-    try:
-        return path.read_text(errors="replace").split("\n")[:-1]  # after the last newline: nothing, or half a line
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}; move it away, or make it readable") from None
 
 
 # -- as lines

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from dllm.core.config import read_json, write_atomic
-from dllm.core.types import UserError
 from dllm.evals import results
 
 AGAIN = 75  # exit code of a process that wants another to go on in its place (sysexits: a temporary failure)
@@ -81,22 +80,8 @@ def work(jobs: Sequence[Job], out: Path, about: Row, seconds: float, guess: Mapp
 
 
 def read_rows(out: Path) -> dict[tuple[Any, ...], Row]:
-    """Returns the rows of OUT/results.jsonl by their key; of several with the same one the last. {} where there is no file.
-
-    A half-written last line isn't read. Raises UserError for a line that is no such row.
-    """
-    path, rows = out / TABLE, {}
-    try:
-        lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}; move it away, or make it readable") from None
-    for number, text in enumerate(lines, 1):
-        try:
-            row = json.loads(text)
-            rows[_key(row)] = row
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"line {number} of {path} is no row of this benchmark: delete that line") from None
-    return rows
+    """Returns the rows of OUT/results.jsonl by their key (results.read_table)."""
+    return results.read_table(out / TABLE, _key, "a row of this benchmark")
 
 
 def reason(e: Exception) -> str:

@@ -124,16 +124,6 @@ def test_what_is_tried_next(changes, wanted):
     assert plan.remedy(row(**FULL | changes), 32) == wanted
 
 
-def test_rows_are_read_back_the_last_of_each_key(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    assert plan.read_rows(file) == []
-    file.write_text("".join(json.dumps({"key": key, "n": n}) + "\n" for n, key in enumerate("aba")))
-    assert plan.read_rows(file) == [{"key": "a", "n": 2}, {"key": "b", "n": 1}]
-    file.write_text('{"key": "a"}\n{"other": 1}\n')
-    with pytest.raises(UserError, match=r"line 2 of .* delete that line"):
-        plan.read_rows(file)
-
-
 def test_an_unknown_chip_is_refused():
     with pytest.raises(UserError, match=r"no chip 'v9'.*v5e, v5p, v6e, h200"):
         plan.devices("v9:2x2")

@@ -78,7 +78,7 @@ def test_what_killed_the_process_is_known_after_it(tmp_path):
 
 def test_a_foreign_line_is_an_error(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"device": "d"}\n')
-    with pytest.raises(UserError, match=r"line 1 of .*results.jsonl is no row of this benchmark: delete that line"):
+    with pytest.raises(UserError, match=r"line 1 of .*results.jsonl is not a row of this benchmark: delete that line"):
         work(tmp_path, job("a", "x"))
 
 

@@ -233,7 +233,7 @@ def test_rows_are_known_by_what_they_measure(tmp_path):
     path.write_text("".join(json.dumps(r) + "\n" for r in (one, two, one | {"x": 5})) + '{"table": "len')
     assert [*speculation_rows.read_rows(path).values()] == [one | {"x": 5}, two]
     path.write_text('{"table": "length"}\n')
-    with pytest.raises(UserError, match=r"line 1 of .* is no row of speculate\.py"):
+    with pytest.raises(UserError, match=r"line 1 of .* is not a row of speculate\.py"):
         speculation_rows.read_rows(path)
 
 

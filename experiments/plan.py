@@ -56,8 +56,8 @@ class Case:
     length: int = 0
 
 
-def make_run(case: Case) -> Run:
-    """Returns the run of a case. Raises UserError where there is none."""
+def make_config(case: Case) -> dict[str, Any]:
+    """Returns the config of a case, as its file and its changes tell it. Raises UserError where there is none."""
     file, _, preset = case.config.partition(":")
     if file and not Path(file).exists():
         raise UserError(f"cannot read {file}, the config of the case {case.name}; run this from the repository's root")
@@ -67,7 +67,18 @@ def make_run(case: Case) -> Run:
         if section not in config:
             raise UserError(f"unknown key {key} in the changes of the case {case.name}; sections are: {', '.join(config)}")
         config[section][name] = value
-    return run_config(config)
+    return config
+
+
+def make_run(case: Case) -> Run:
+    """Returns the run of a case. Raises UserError where there is none."""
+    return run_config(make_config(case))
+
+
+def make_key(case: Case) -> str:
+    """Returns what a row is known by: keys that configs get later, with their defaults, are no part of it."""
+    told = json.dumps([make_config(case), dataclasses.asdict(case)], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def measure(case: Case, run: Run) -> dict[str, Any]:
@@ -98,9 +109,7 @@ def solve(case: Case, known: dict[str, Mapping[str, Any]], out: Path | None) -> 
     """Returns the rows of a case: as it is, and where it doesn't fit, changed until it does. Those that aren't known are made."""
     rows: list[Mapping[str, Any]] = []
     while True:
-        run = make_run(case)
-        told = json.dumps([run.to_dict(), dataclasses.asdict(case)], sort_keys=True)
-        key = hashlib.sha256(told.encode()).hexdigest()[:16]
+        run, key = make_run(case), make_key(case)
         if key not in known:
             known[key] = {"key": key, **dataclasses.asdict(case), "jax": jax.__version__} | measure(case, run)
             if out:

@@ -136,8 +136,9 @@ def test_without_the_compilers_it_says_what_installs_them(folder, programs):
 
 
 def test_the_committed_grid_is_runs(programs):
-    """Every case is a run that there is, on a mesh of its slice; no compiler is asked."""
+    """Every case is a run that there is, on a mesh of its slice, and has its row in the table; no compiler is asked."""
     check = """
+import json
 import math
 import runpy
 from types import SimpleNamespace
@@ -149,6 +150,9 @@ for case in cases:
     mesh = made.mesh
     assert mesh.data * mesh.fsdp * mesh.tensor == chips, case
     assert (case.get("rows") or made.train.batch) % (mesh.data * mesh.fsdp) == 0, case
+known = [json.loads(line)["key"] for line in open("experiments/results/plan/rows.jsonl")]
+assert {main["make_key"](main["Case"](**case)) for case in cases} <= set(known)
+assert len(set(known)) == len(known)
 chips = {case["topology"].partition(":")[0] for case in cases}
 assert chips == {"v5e", "v5p", "v6e", "h200"}
 print(len(cases), "cases")

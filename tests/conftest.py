@@ -20,6 +20,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+MAPS = Path("/proc/self/maps")  # Linux's
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Compiled programs are many stretches of memory, of which Linux lets a process have 65,530: old programs are dropped."""
+    yield
+    if MAPS.exists() and len(MAPS.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def float64():
     """Laws by enumeration want double precision. Their programs are tiny: compiling them is the cost."""

@@ -4,6 +4,7 @@
         [--option.rate=0.05 --option.n_verify=4 ...]      options of the sampler (dllm/samplers/<name>.py, Options)
         [--setting.temperature=0.8 --setting.top_p=0.9]   settings that every sampler obeys
         [--prompt="the king of "]                         a prefix; with ? at open positions: infilling, "the ??????? of spain"
+                                                          of a protein all its residues, "M?????????": it has ten
     python experiments/sample.py --workdir=runs/stories --sampler=block_diffusion --setting.max_new=200 --prompt="Once upon a time"
         [--setting.stop=2]                                of a run with a tokenizer: ids, or one token's text
         [--stream]                                        one sample, printed as it becomes final
@@ -26,7 +27,8 @@ from ml_collections import config_dict, config_flags
 
 import dllm.samplers
 from dllm.core.config import main, writable_folder, write_atomic
-from dllm.evals.generate import Request, check_request, generate, make_task, parse_prompt, remark, stream
+from dllm.evals.generate import Request, check_request, forbidden, generate, make_task, parse_prompt, remark, stream
+from dllm.evals.held_out import held_out
 from dllm.train.checkpoint import load_run
 from dllm.train.sharding import MeshConfig, make_mesh
 
@@ -62,8 +64,16 @@ flags.DEFINE_integer("batch", 128, "samples that are drawn together")
 flags.DEFINE_string("prompt", "", "text; of a character model a-z and space, ? is an open position. What lies behind its end is open too")
 flags.DEFINE_integer("seed", 0, "sample n depends on the seed and on n", lower_bound=0, upper_bound=2**32 - 1)
 flags.DEFINE_integer("step", None, "checkpoint to sample from; the latest by default")
+flags.DEFINE_string("data_path", None, "where the data lies, if not where the run read it: samples of proteins are as long as real ones")
 flags.DEFINE_string("out", "", "file of the JSON lines")
 flags.DEFINE_bool("stream", False, "print sample 0 as it becomes final, and write nothing")
+
+
+def lengths_of(task: Any, row: list[int | None]) -> Any:
+    """Returns held-out texts, as long as which proteins become that no prompt tells the length of; None of other models."""
+    if row or not forbidden(task):
+        return None
+    return held_out(task.run.config, FLAGS.data_path, "valid", FLAGS.num)[1]
 
 
 def run() -> None:
@@ -74,14 +84,15 @@ def run() -> None:
     if note := remark(task):
         print(note, file=sys.stderr)
     row = parse_prompt(FLAGS.prompt, loaded.tokenizer)
-    check_request(task, FLAGS.num, FLAGS.batch, row)
+    texts_NL = lengths_of(task, row)
+    check_request(task, FLAGS.num, FLAGS.batch, row, texts_NL)
     if FLAGS.stream:
         for piece in stream(task, seed=FLAGS.seed, row=row):
             print(piece, end="", flush=True)
         return print()
     out = Path(FLAGS.out) if FLAGS.out else Path(FLAGS.workdir) / "samples" / f"{FLAGS.sampler}_step{loaded.step}_seed{FLAGS.seed}.jsonl"
     writable_folder(out.parent)
-    g = generate(task, num=FLAGS.num, batch=FLAGS.batch, seed=FLAGS.seed, row=row, mesh=mesh)
+    g = generate(task, num=FLAGS.num, batch=FLAGS.batch, seed=FLAGS.seed, row=row, texts_NL=texts_NL, mesh=mesh)
     lines: list[dict[str, Any]] = []
     for n, (tokens_L, length) in enumerate(zip(g.tokens_BL, g.lengths_B, strict=True)):
         text = loaded.tokenizer.decode(tokens_L[:length].tolist())

@@ -27,8 +27,8 @@ from dllm.core.config import config_dict, main, require, to_dataclass, write_ato
 from dllm.core.lookup import lookup
 from dllm.core.types import UserError
 from dllm.evals import gen_nll, results
-from dllm.evals.generate import Generated, Task, check_request, generate, make_task, remark
-from dllm.evals.held_out import held_out
+from dllm.evals.generate import Generated, Task, check_request, forbidden, generate, make_task, remark
+from dllm.evals.held_out import given, held_out
 from dllm.evals.spelling import read_words, shuffle
 from dllm.evals.stats import Context, Metric
 from dllm.ops.passes import mean_by_kind
@@ -64,6 +64,9 @@ class SweepConfig:
     fold: str = ""  # command that folds {fasta} and writes {csv}, for protein; "": none
 
 
+Work = tuple[dict[str, Any], Task, Context, np.ndarray | None]  # the row's key, what is to be measured, texts as long as the samples
+
+
 def score(config: SweepConfig, context: Context, tokens_BL: np.ndarray, lengths_B: np.ndarray) -> dict[str, Metric]:
     """Returns all metrics of the sweep."""
     return {k: v for name in config.evals for k, v in lookup("evals", name).evaluate(tokens_BL, lengths_B, context).items()}
@@ -92,7 +95,7 @@ def write_reference(out: Path, run: Any, config: SweepConfig, context: Context) 
     data, chunks_BL = held_out(run.config, FLAGS.data_path, "valid")
     chunks_BL = chunks_BL[np.linspace(0, len(chunks_BL) - 1, min(len(chunks_BL), max(config.num_samples, 512))).astype(int)]
     reference: dict[str, Any] = {"data": asdict(data), "num_samples": len(chunks_BL)}
-    for side, tokens_BL in (("ceiling", chunks_BL), ("floor", shuffle(chunks_BL))):
+    for side, tokens_BL in (("ceiling", chunks_BL), ("floor", shuffle(chunks_BL, given_BL=given(run, chunks_BL)))):
         for name, m in score(config, context, tokens_BL, np.full(len(tokens_BL), tokens_BL.shape[1])).items():
             reference.setdefault(name, {}).update({side: results.number(m.value), f"{side}_stderr": results.number(m.stderr)})
     write_atomic(out / "reference.json", json.dumps(reference, indent=1))
@@ -130,7 +133,7 @@ def run() -> None:
         raise UserError(f"--host={host} and --hosts={hosts} name no share: number the hosts from 0 to hosts - 1, of 2 hosts or more")
     mesh, spelled = make_mesh(MeshConfig(data=-1, fsdp=1, tensor=1)), any("words" in need for need in needs.values())
     judge = load_run(config.judge) if config.judge else None
-    work: list[tuple[dict[str, Any], Task, Context]] = []  # everything is checked before anything is measured
+    work: list[Work] = []  # everything is checked before anything is measured
     keys: dict[str, tuple[int, str]] = {}  # of a row, where it comes from
     for workdir in FLAGS.workdir:
         loaded = load_run(workdir, FLAGS.step, mesh)
@@ -144,22 +147,26 @@ def run() -> None:
         )
         if judge and "gen_nll" in config.evals:
             gen_nll.require_same_symbols(judge, loaded)
-        highest, lengths = min(loaded.model_config.vocab, loaded.tokenizer.vocab) - 1, set()
+        never, lengths, texts_NL = getattr(loaded.tokenizer, "forbidden", ()), set(), None
+        highest = max(set(range(min(loaded.model_config.vocab, loaded.tokenizer.vocab))) - set(never))
         digest = hashlib.sha256(json.dumps(loaded.config, sort_keys=True).encode()).hexdigest()[:12]
         name = {"model": Path(workdir).resolve().name, "step": loaded.step, "config_hash": digest}
         for number, point in enumerate(config.points):
             task = make_task(loaded, point.sampler, point.options, point.settings)
             if note := remark(task):
                 print(f"points[{number}] of {workdir}: {note}")
-            length = check_request(task, config.num_samples, config.batch, []).tokens.shape[1]
+            if forbidden(task) and texts_NL is None:  # samples are as long as real ones
+                texts_NL = held_out(loaded.config, FLAGS.data_path, "valid", config.num_samples)[1]
+            prompt = check_request(task, config.num_samples, config.batch, [], texts_NL)
+            length = prompt.tokens.shape[1]
             if length not in lengths:  # what a metric lacks shows now
-                score(config, context, np.full((1, length), highest), np.array([length]))
+                score(config, context, np.where(prompt.given[:1], prompt.tokens[:1], highest), np.array([length]))
                 lengths.add(length)
             setting = asdict(task.options) | task.request.changed()
             row, here = name | {"sampler": point.sampler, "setting": setting, "seed": config.seed}, f"points[{number}] of {workdir}"
             if (there := keys.setdefault(results.row_key(row), (len(work), here)))[0] != len(work):
                 raise UserError(f"{there[1]} and {here} would be one row ({point.sampler}, {setting}); drop one of them")
-            work.append((row, task, context))
+            work.append((row, task, context, texts_NL))
     with contextlib.ExitStack() as locks:
         locks.enter_context(locked(out, "sweeping", "--out", shared=host is not None))
         if host is None:
@@ -169,7 +176,7 @@ def run() -> None:
         measure(config, work[host or 0 :: hosts], out, mesh, host)
 
 
-def measure(config: SweepConfig, work: list[tuple[dict[str, Any], Task, Context]], out: Path, mesh: Any, host: int | None) -> None:
+def measure(config: SweepConfig, work: list[Work], out: Path, mesh: Any, host: int | None) -> None:
     """Adds the rows that are missing to OUT."""
     results.repair(results.rows_file(out, host))
     there = {results.row_key(row): row for row in results.read_rows(out)}
@@ -183,8 +190,8 @@ def measure(config: SweepConfig, work: list[tuple[dict[str, Any], Task, Context]
     share = f" are the share of host {host} of {FLAGS.hosts}" * (host is not None)
     print(f"{len(work)} settings{share}, {len(work) - len(todo)} of them there already")
     clock = time.monotonic()
-    for n, (key, task, context) in enumerate(todo, 1):
-        g = generate(task, num=config.num_samples, batch=config.batch, seed=config.seed, mesh=mesh)
+    for n, (key, task, context, texts_NL) in enumerate(todo, 1):
+        g = generate(task, num=config.num_samples, batch=config.batch, seed=config.seed, texts_NL=texts_NL, mesh=mesh)
         metrics = score(config, context, g.tokens_BL, g.lengths_B)
         row = key | make_row(g, metrics) | {"evals": list(config.evals)}
         small = np.uint16 if g.tokens_BL.max(initial=0) < 2**16 else np.int32

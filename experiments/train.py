@@ -65,11 +65,11 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
     first = jax.process_index() == 0  # the process that writes what isn't a checkpoint
     tokenizer = tokenizers.read(corpus.tokenizer) if corpus.tokenizer else tokenizers.CHARACTERS
     check_corpus(run, corpus, tokenizer.mask)
-    batches = pipeline.train_batches(corpus.train, length, plan.batch, plan.seed, *process)
+    batches = pipeline.train_batches(corpus.train, length, plan.batch, plan.seed, *process, run.data.buckets)
     valid = pipeline.eval_batches(corpus.valid, length, plan.batch, plan.eval_batches, *process)
     train_steps = {first: step.make_train_step(stage, mesh) for first, stage in stages(run)}
     eval_step = step.make_eval_step(run, mesh)
-    samples = make_samples(run, mesh, tokenizer) if run.sampler else None
+    samples = make_samples(run, mesh, tokenizer, corpus.valid) if run.sampler else None
     poll = sharding.make_poll(mesh)
     due = lambda now, every: every > 0 and (now % every == 0 or now == plan.steps)
 
@@ -155,12 +155,18 @@ def train(run: Run, folder: Path, mesh: jax.sharding.Mesh, corpus: corpora.Corpu
             log.close()
 
 
-def make_samples(run: Run, mesh: jax.sharding.Mesh, tokenizer: tokenizers.Tokenizer) -> Callable[..., list[list[int]]]:
-    """Returns (params, step) -> four sequences of ids, drawn by the run's sampler."""
+def make_samples(
+    run: Run, mesh: jax.sharding.Mesh, tokenizer: tokenizers.Tokenizer, texts: np.ndarray | corpora.Rows
+) -> Callable[..., list[list[int]]]:
+    """Returns (params, step) -> four sequences of ids, drawn by the run's sampler; proteins are as long as the first of `texts`."""
     rows, length, model = math.lcm(4, sharding.batch_rows(mesh)), run.data.length, run.model
     sampler = loop.compile_sampler(run.sampler.module, model.module, model.config, run.sampler.config)
-    prompt = loop.make_prompt([loop.opening(model.module, model.config, tokenizer)] * rows, length)
-    settings = make_settings(rows, model.config.vocab)
+    if never := getattr(tokenizer, "forbidden", ()):
+        hidden = loop.hide(texts.take(np.arange(rows) % len(texts))["tokens"], never)
+        prompt = loop.frame(hidden, length, never, model.config.pad_id)
+    else:
+        prompt = loop.make_prompt([loop.opening(model.module, model.config, tokenizer)] * rows, length)
+    settings = make_settings(rows, model.config.vocab, banned=[i for i in never if i < model.config.vocab])
 
     draws = lambda now: KeyedDraws(jax.random.fold_in(stream(run.train.seed, SAMPLE), now), jnp.arange(rows, dtype=jnp.int32))
     jax.eval_shape(sampler, {"params": abstract(run, mesh).params}, settings, draws(0), prompt)  # bad options fail now, not in an hour

@@ -31,6 +31,7 @@ _DIGITS = {ord("0") + digit: f" {name} " for digit, name in enumerate(_NAMES)}
 class DataConfig:
     """The data section of a run: which module of dllm.data, the file or folder to read ("" = the module's own), symbols a sequence.
 
+    buckets  lengths below `length` that rows of several lengths are padded to (`pipeline.train_batches`); (): all to `length`
     lexicon  K > 0 keeps only the K most frequent words of the training text, in all splits (`restrict`); 0 keeps the text as it is
     """
 
@@ -38,6 +39,7 @@ class DataConfig:
     path: str = ""
     length: int = 64
     lexicon: int = 0
+    buckets: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from dllm.data import corpus
 FOLDER = "tokenizer"  # of a workdir, and of a corpus of tokens
 HUGGING_FACE = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
 RESIDUES = "vocab.txt"
+STANDARD = "LAGVSERTIDPKQNFYMHWC"  # the residues that models of proteins write
 SDAR_MASK = 151669  # spelt <|MASK|> in one of SDAR's files and <MASK> in another
 
 # How Qwen's tokenizers cut a text before the merges; their vocab.json and merges.txt don't say it.
@@ -148,6 +149,11 @@ class Residues:
     eos: int | None
     mask: int | None
     begins: bool = True
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """The ids that no model writes: specials, and letters that stand for several residues or a rare one."""
+        return tuple(i for i, token in enumerate(self.tokens) if token not in tuple(STANDARD))
 
     def encode(self, text: str, where: str = "the text") -> list[int]:
         """Returns the ids, specials that the text spells out included, none added. What is no token is a UserError that names `where`."""

@@ -23,12 +23,12 @@ from dllm.data import shards
 from dllm.data.corpus import Corpus, DataConfig
 from dllm.data.documents import SPLITS, Documents
 from dllm.data.packing import Place
+from dllm.data.tokenizers import STANDARD
 
 # Ids are places in it. The same as ESM-2's vocab.txt.
 TOKENS = ("<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>")
 CLS, PAD, EOS = (TOKENS.index(token) for token in ("<cls>", "<pad>", "<eos>"))
 VOCAB = TOKENS.index("<mask>")  # ids of a row are below it: MASK belongs to the models
-STANDARD = "LAGVSERTIDPKQNFYMHWC"
 FORBIDDEN = tuple(i for i, token in enumerate(TOKENS) if token not in tuple(STANDARD))  # neither draft nor target ever gives them weight
 
 _NEVER = np.isin(np.arange(len(TOKENS)), FORBIDDEN)

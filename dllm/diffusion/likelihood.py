@@ -41,19 +41,27 @@ class Likelihood(NamedTuple):
 
 
 def likelihood(
-    log_draft_DD: Float[Array, "D D"], log_target_DD: Float[Array, "D D"], table: Integer[np.ndarray, "D"], n_verify: int
+    log_draft_DD: Float[Array, "D D"],
+    log_target_DD: Float[Array, "D D"],
+    table: Integer[np.ndarray | Array, "D"],
+    n_verify: int,
+    first: int | Int[Array, ""] = 0,
+    widest: int = 0,
 ) -> Likelihood:
     """Returns log p(x | sigma) and the expected passes given x, of one text in one order: `vmap` it over more.
 
     Row i of the inputs holds the log-probabilities of the true tokens with i ranks revealed, column d those of rank d >= i (the rest is not
     read), the target's given the true tokens of ranks < d. At rank 0 the target is the draft, whatever it says. `table` is W(i), between 1
-    and D - i, as `window_table` returns it (else ValueError); it and `n_verify` are static.
+    and D - i, as `window_table` returns it (else ValueError); it and `n_verify` are static. A table that is none, for texts of several
+    lengths, comes with the `widest` window, which is; it isn't checked.
+
+    The ranks before `first` are given: then it is log p of the others, given these.
 
     All in log space and in the precision of the inputs. O(D W N) operations for the widest W, in W + D sequential steps. Gradients are
     finite everywhere, also where an input is -inf.
     """
-    D, W, rank_D = len(table), int(np.max(table)), np.arange(len(table))
-    if not ((table >= 1) & (table <= D - rank_D)).all() or n_verify < 1:
+    D, W, rank_D = len(table), widest or int(np.max(table)), np.arange(len(table))
+    if n_verify < 1 or not (widest or ((table >= 1) & (table <= D - rank_D)).all()):
         raise ValueError("windows must lie between 1 and D - i, and n_verify be 1 or more")
     first_DD = (rank_D[:, None] == 0) & (rank_D[None] == 0)
     log_target_DD = jnp.where(first_DD, log_draft_DD, log_target_DD)
@@ -68,13 +76,14 @@ def likelihood(
         noncausal = jnp.logaddexp(f, logsumexp(end_W + noncausal_W))
         causal = jnp.logaddexp(logsumexp(cost_W + f_W), logsumexp(end_W + causal_W))
         push = lambda x, x_W: jnp.concatenate([x[None], x_W[:-1]])
-        return (push(f, f_W), push(noncausal, noncausal_W), push(causal, causal_W)), None
+        return (push(f, f_W), push(noncausal, noncausal_W), push(causal, causal_W)), (f, noncausal, causal)
 
     one_W, none_W = jnp.zeros_like(log_end_DW[0]), jnp.full_like(log_end_DW[0], ZERO)
-    (f_W, noncausal_W, causal_W), _ = lax.scan(back, (one_W, none_W, none_W), (log_end_DW, log_causal_DW), reverse=True)
-    possible = f_W[0] > ZERO / 2
-    mean = lambda log_sum_W: jnp.where(possible, jnp.exp(jnp.where(possible, log_sum_W[0] - f_W[0], 0)), jnp.nan)
-    return Likelihood(jnp.where(possible, f_W[0], -jnp.inf), mean(noncausal_W), mean(causal_W))
+    _, found_D = lax.scan(back, (one_W, none_W, none_W), (log_end_DW, log_causal_DW), reverse=True)
+    f, noncausal, causal = (x_D[first] for x_D in found_D)
+    possible = f > ZERO / 2
+    mean = lambda log_sum: jnp.where(possible, jnp.exp(jnp.where(possible, log_sum - f, 0)), jnp.nan)
+    return Likelihood(jnp.where(possible, f, -jnp.inf), mean(noncausal), mean(causal))
 
 
 def outer_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Integer
 
 from dllm.core.config import to_dataclass
 from dllm.core.lookup import lookup
@@ -22,9 +24,21 @@ from dllm.data.tokenizers import CHARACTERS, Tokenizer
 from dllm.ops import passes as counting
 from dllm.ops.draws import KeyedDraws
 from dllm.ops.settings import make_settings
-from dllm.samplers.loop import Prompt, Samples, compile_sampler, empty_prompt, make_prompt, opening, require_fit, require_prefix
+from dllm.samplers.loop import (
+    Prompt,
+    Samples,
+    compile_sampler,
+    empty_prompt,
+    frame,
+    hide,
+    make_prompt,
+    opening,
+    require_fit,
+    require_prefix,
+)
 
-OPEN = "?"  # in a prompt of a character model: this position is for the sampler to fill
+OPEN = "?"  # in a prompt of characters or residues: this position is for the sampler to fill
+WIDTH = 32  # texts of several lengths are padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -101,10 +115,14 @@ def remark(task: Task) -> str:
 
 
 def parse_prompt(text: str, tokenizer: Tokenizer = CHARACTERS) -> list[int | None]:
-    """Returns the ids of a prompt, None where a character model's text has `?`. "the ????? was" gives two words and five open positions.
+    """Returns the ids of a prompt, None where a text of characters has `?`. "the ????? was" gives two words and five open positions.
 
-    A BOS goes before it if the tokenizer's texts begin with one. Raises UserError on a character outside the alphabet.
+    A BOS goes before it if the tokenizer's texts begin with one. The prompt of a protein is all of it: "M?????" has six residues.
+    Raises UserError on a character outside the alphabet.
     """
+    if hasattr(tokenizer, "forbidden"):
+        ids = [i for part in re.split(r"([?])", text) for i in ([None] if part == OPEN else tokenizer.encode(part, "the prompt"))]
+        return [tokenizer.bos, *ids, tokenizer.eos] if ids else []
     if tokenizer != CHARACTERS:
         return [tokenizer.bos] * tokenizer.begins + tokenizer.encode(text, "the prompt")
     tokenizer.encode(text.replace(OPEN, " "), "the prompt")  # for its error, which names the place
@@ -125,14 +143,31 @@ def canvas(task: Task, given: int) -> int:
     return min(-(-wanted // block) * block, length)
 
 
-def check_request(task: Task, num: int, batch: int, row: list[int | None]) -> Prompt:
+def forbidden(task: Task) -> tuple[int, ...]:
+    """Returns the ids that the run never writes, where its texts have lengths of their own (proteins); else none."""
+    return getattr(task.run.tokenizer, "forbidden", ()) if getattr(task.run.model_config, "pad_id", -1) >= 0 else ()
+
+
+def check_request(task: Task, num: int, batch: int, row: list[int | None], texts_NL: Integer[np.ndarray, "N L"] | None = None) -> Prompt:
     """Returns the prompt of one sequence: `row`, or the opening that the model wants where it is empty.
 
-    Raises UserError where it doesn't fit model or sampler, or nothing is asked for.
+    Where texts have lengths of their own, those of the samples are `row`'s, or one after the other those of `texts`, real ones: then the
+    prompt has as many rows. Raises UserError where it doesn't fit model or sampler, or nothing is asked for.
     """
     if num < 1 or batch < 1:
         raise UserError(f"the number of samples and the batch must be at least 1, not {num} and {batch}")
     config = task.run.model_config
+    if never := forbidden(task):
+        if not row and texts_NL is None:
+            raise UserError("a protein's length must be told: give a prompt of its residues, ? for each that is open, or real ones' data")
+        rows = [row] if row else hide(texts_NL[:num], never)
+        longest = max(len(each) - next((n for n, i in enumerate(reversed(each)) if i != config.pad_id), 0) for each in rows)
+        if longest > config.length:
+            raise UserError(f"the prompt has {longest} tokens, and the model's context is {config.length}: shorten it")
+        if all(i is not None for each in rows for i in each):
+            raise UserError("the prompt has no open position: put ? for each residue that is to be written")
+        width = min(-(-longest // WIDTH) * WIDTH, config.length)
+        return frame([each[:width] for each in rows], width, never, config.pad_id)
     row = row or opening(task.run.model_module, config, task.run.tokenizer)
     make_prompt([row], config.length)  # for its error
     prompt = make_prompt([row], max(canvas(task, len(row)), len(row)))
@@ -146,21 +181,34 @@ def check_request(task: Task, num: int, batch: int, row: list[int | None]) -> Pr
     return prompt
 
 
-def generate(task: Task, *, num: int, batch: int, seed: int, row: list[int | None] | None = None, mesh: Mesh | None = None) -> Generated:
+def generate(
+    task: Task,
+    *,
+    num: int,
+    batch: int,
+    seed: int,
+    row: list[int | None] | None = None,
+    texts_NL: Integer[np.ndarray, "N L"] | None = None,
+    mesh: Mesh | None = None,
+) -> Generated:
     """Returns `num` samples. Sample n depends on the seed and n alone, not on the batch it is drawn in (numerics aside).
 
-    `row` is a prompt for all of them: ids, None at open positions. On a mesh the rows of a batch lie over (data, fsdp), and the run's
-    variables must be there. Raises UserError where the prompt doesn't fit the model or the sampler.
+    `row` is a prompt for all of them: ids, None at open positions; `texts` have the lengths of samples that have their own
+    (`check_request`). On a mesh the rows of a batch lie over (data, fsdp), and the run's variables must be there. Raises UserError where
+    the prompt doesn't fit the model or the sampler.
     """
-    prompt = check_request(task, num, batch, row or [])
+    prompt = check_request(task, num, batch, row or [], texts_NL)
     batch = whole_batch(min(batch, num), mesh)
     parts, seconds = zip(*draw(task, prompt, range(0, num, batch), batch=batch, seed=seed, mesh=mesh))
     config, (tokens, lengths, passes, proposed, accepted) = task.run.model_config, jax.tree.map(lambda *x: np.concatenate(x)[:num], *parts)
+    if forbidden(task):
+        lengths = (tokens != config.pad_id).sum(1, dtype=np.int32)
+    given_N = (np.asarray(prompt.given) & (np.asarray(prompt.tokens) != getattr(config, "pad_id", -1))).sum(1)
     layers = getattr(config, "n_noncausal", 1), getattr(config, "n_causal", 0)  # a model without the two parts has no causal passes
     return Generated(
         tokens_BL=tokens,
         lengths_B=lengths,
-        new_B=lengths - int(np.asarray(prompt.given).sum()),
+        new_B=lengths - np.resize(given_N, num),
         passes=passes,
         nfe_B=counting.nfe(passes),
         nfe_weighted_B=np.asarray(counting.nfe_weighted(passes, *layers), np.float64),
@@ -181,12 +229,13 @@ def draw(
 ) -> Iterator[tuple[tuple[Any, ...], float]]:
     """Yields for each of `starts` the samples start, .. start + `batch` - 1: ((tokens, lengths, passes, proposed, accepted), seconds).
 
-    The arrays are numpy's. All batches are drawn by one program; the seconds don't hold its compilation. `prompt` is one row
-    (`check_request`), `batch` a `whole_batch`.
+    The arrays are numpy's. All batches are drawn by one program; the seconds don't hold its compilation. `prompt` is one row, or several
+    that the samples take in turn (`check_request`), `batch` a `whole_batch`.
     """
-    settings, run = _settings(task, batch), None
-    prompt = jax.tree.map(lambda x_1L: jnp.repeat(x_1L, batch, 0), prompt)
+    settings, run, prompts = _settings(task, batch), None, jax.device_get(prompt)
     for start in starts:
+        turn_B = np.arange(start, start + batch) % len(prompts.tokens)
+        prompt = jax.tree.map(lambda x_NL, turn_B=turn_B: jnp.asarray(x_NL[turn_B]), prompts)
         draws = KeyedDraws(jax.random.key(seed), jnp.arange(start, start + batch, dtype=jnp.int32))
         rows = settings, draws.request, prompt
         if mesh:
@@ -225,4 +274,5 @@ def stream(task: Task, *, seed: int, row: list[int | None] | None = None) -> Ite
 def _settings(task: Task, batch: int) -> Any:
     numbers = {k: getattr(task.request, k) for k in ("temperature", "top_k", "top_p", "min_p")}
     ids = {k: task.run.tokenizer.named(getattr(task.request, k), f"setting {k}") for k in ("banned", "stop")}
+    ids["banned"] += [i for i in forbidden(task) if i < task.run.model_config.vocab]
     return make_settings(batch, task.run.model_config.vocab, **numbers, **ids, max_new=task.request.max_new or None)

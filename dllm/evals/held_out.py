@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Bool, Integer
 
 from dllm.core.config import to_dataclass
 from dllm.core.lookup import lookup
@@ -29,9 +29,17 @@ def held_out(
     except UserError as e:
         raise UserError(f"{e}" + "; if the run's text lies elsewhere now, pass --data_path=PATH" * (path is None)) from None
     part = getattr(corpus, split)
-    if isinstance(part, Rows) and part.extras:
-        raise UserError(f"{data.path} has the field {part.extras[0]}, which no metric reads; pass --data_path=FOLDER, rows of tokens alone")
+    extras = set(part.extras) - {"given"} if isinstance(part, Rows) else ()  # `given` is told by the tokens
+    if extras:
+        raise UserError(f"{data.path} has the field {min(extras)}, which no metric reads; pass --data_path=FOLDER, rows of tokens alone")
     data = data if data.length else dataclasses.replace(data, length=part.tokens.shape[1])
     chunks_BL = pipeline.chunks(part, data.length)
     count = min(limit or len(chunks_BL), len(chunks_BL))
     return data, chunks_BL[np.arange(count) * len(chunks_BL) // count]
+
+
+def given(run: Any, tokens_BL: Integer[np.ndarray, "B L"]) -> Bool[np.ndarray, "B L"] | None:
+    """Returns the positions of held-out rows that are no part of the text, those of ids that the run's model never writes; None if it may
+    write any."""
+    forbidden = getattr(run.tokenizer, "forbidden", ())
+    return np.isin(tokens_BL, forbidden) if forbidden else None

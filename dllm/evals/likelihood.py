@@ -16,12 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Integer, Key
+from jaxtyping import Array, Bool, Int, Integer, Key
 
 from dllm.core.types import UserError
 from dllm.diffusion.likelihood import Likelihood, likelihood
+from dllm.evals.held_out import given
 from dllm.evals.stats import Context, Metric, mean_metric
-from dllm.ops.windows import window_table
+from dllm.ops.windows import window_table, window_tables
+from dllm.samplers.self_speculative import Options
 
 NEEDS = ("run", "options")  # of the Context
 ORDERS = 2  # a chunk; each costs one forward of as many rows as the chunk has characters
@@ -34,8 +36,9 @@ ESTIMATOR = (
 def evaluate(tokens_BL: Integer[np.ndarray, "B L"], lengths_B: Integer[np.ndarray, "B"], context: Context) -> dict[str, Metric]:
     """Returns `elbo_bpc`, `passes_given_x` (non-causal), `causal_passes_given_x` and `tokens_per_pass_given_x`, by chunk.
 
-    `tokens_BL`: held-out chunks, whole. `context.options` are those of the sampler self_speculative. Keys depend on the seed and the
-    chunk's number alone. Raises UserError for a run without causal layers, and for block verification, whose law is another.
+    Texts of several lengths count by their own. `tokens_BL`: held-out chunks, whole. `context.options` are those of the sampler
+    self_speculative. Keys depend on the seed and the chunk's number alone. Raises UserError for a run without causal layers,
+    and for block verification, whose law is another.
     """
     run, options = context.need("run", "likelihood"), context.need("options", "likelihood")
     if not getattr(run.model_config, "n_causal", 0):
@@ -45,39 +48,67 @@ def evaluate(tokens_BL: Integer[np.ndarray, "B L"], lengths_B: Integer[np.ndarra
     if options.n_verify < 1:
         raise UserError(f"n_verify must be 1 or more, got {options.n_verify}")
     count, length = tokens_BL.shape
-    static = (run.model_module, run.model_config, tuple(window_table(options.window, length, options.rate).tolist()), options.n_verify)
+    given_BL = given(run, tokens_BL)
+    D_B = np.full(count, length) if given_BL is None else (~given_BL).sum(1)
+    static = (run.model_module, run.model_config, getattr(run.tokenizer, "forbidden", ()), options)
     tokens_BL, key = jnp.asarray(tokens_BL, jnp.int32), jax.random.key(context.seed)
-    scores = [_score(static, run.variables, tokens_BL[number], jnp.int32(number), key) for number in range(count)]
+    of = lambda number: None if given_BL is None else jnp.asarray(given_BL[number])
+    scores = [_score(static, run.variables, tokens_BL[number], of(number), jnp.int32(number), key) for number in range(count)]
     mean = jax.tree.map(lambda *x_R: np.stack(x_R).astype(np.float64).mean(axis=1), *jax.device_get(scores))
     return {
-        "elbo_bpc": mean_metric(-mean.log_p / (length * np.log(2))),
+        "elbo_bpc": Metric(-mean.log_p / np.log(2), D_B.astype(np.float64)),
         "passes_given_x": mean_metric(mean.noncausal),
         "causal_passes_given_x": mean_metric(mean.causal),
-        "tokens_per_pass_given_x": Metric(np.full(count, float(length)), mean.noncausal),
+        "tokens_per_pass_given_x": Metric(D_B.astype(np.float64), mean.noncausal),
     }
 
 
 def text_likelihood(
-    functions: Any, tokens_L: Int[Array, "L"], order_L: Int[Array, "L"], table: Integer[np.ndarray, "L"], n_verify: int
+    functions: Any,
+    tokens_L: Int[Array, "L"],
+    order_L: Int[Array, "L"],
+    options: Options,
+    given_L: Bool[Array, "L"] | None = None,
+    forbidden: tuple[int, ...] = (),
 ) -> Likelihood:
-    """Returns the sampler's Likelihood of a text (in sequence order) revealed in the given order: one forward of its L prefixes."""
-    L = len(table)
+    """Returns the sampler's Likelihood of a text (in sequence order) revealed in the given order: one forward of its L prefixes.
+
+    `given` positions are first in the order, and no part of the text; what is `forbidden` is never drawn.
+    """
+    L = len(tokens_L)
     ranked_L = tokens_L[order_L]
     rows = lambda x_L: jnp.broadcast_to(x_L[None], (L, L))
-    logits = functions.both(rows(ranked_L), rows(order_L), jnp.arange(L, dtype=jnp.int32))
-    true = lambda x_LLV: jnp.take_along_axis(jax.nn.log_softmax(x_LLV), rows(ranked_L)[:, :, None], 2)[:, :, 0]
+    first = jnp.int32(0) if given_L is None else given_L.sum(dtype=jnp.int32)
+    logits = functions.both(rows(ranked_L), rows(order_L), jnp.maximum(jnp.arange(L, dtype=jnp.int32), first))
+    never_V = jnp.zeros((functions.vocab,), bool).at[jnp.asarray(forbidden, jnp.int32)].set(True, mode="drop")
+    law = lambda x_LLV: jax.nn.log_softmax(jnp.where(never_V[None, None], -jnp.inf, x_LLV))
+    true = lambda x_LLV: jnp.take_along_axis(law(x_LLV), rows(ranked_L)[:, :, None], 2)[:, :, 0]
     draft_LL, target_LL = map(true, logits)
-    return likelihood(draft_LL, target_LL, table, n_verify)
+    if given_L is None:
+        return likelihood(draft_LL, target_LL, window_table(options.window, L, options.rate), options.n_verify)
+    tables = window_tables(options.window, L, options.rate)
+    at_L = jnp.arange(L) - first
+    table_L = jnp.where(at_L >= 0, jnp.asarray(tables)[L - first, jnp.maximum(at_L, 0)], 1)
+    return likelihood(draft_LL, target_LL, table_L, options.n_verify, first, int(tables.max()))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(static: tuple[Any, ...], variables: Any, tokens_L: Int[Array, "L"], number: Int[Array, ""], key: Key[Array, ""]) -> Likelihood:
+def _score(
+    static: tuple[Any, ...],
+    variables: Any,
+    tokens_L: Int[Array, "L"],
+    given_L: Bool[Array, "L"] | None,
+    number: Int[Array, ""],
+    key: Key[Array, ""],
+) -> Likelihood:
     """Returns the Likelihood [ORDERS] of a chunk, one order after the other: the rows of one fill a pass."""
-    module, config, table, n_verify = static
+    module, config, forbidden, options = static
     functions = module.bind(config, variables)
 
     def one(key: Key[Array, ""]) -> Likelihood:
-        order_L = jax.random.permutation(key, len(table)).astype(jnp.int32)
-        return text_likelihood(functions, tokens_L, order_L, np.asarray(table), n_verify)
+        order_L = jax.random.permutation(key, len(tokens_L)).astype(jnp.int32)
+        if given_L is not None:
+            order_L = order_L[jnp.argsort(~given_L[order_L], stable=True)]
+        return text_likelihood(functions, tokens_L, order_L, options, given_L, forbidden)
 
     return jax.lax.map(one, jax.random.split(jax.random.fold_in(key, number), ORDERS))

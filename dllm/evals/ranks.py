@@ -21,11 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer, Key
+from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
 from dllm.core.types import UserError
 from dllm.diffusion.corruption import any_order
 from dllm.diffusion.ssmd import cross_entropy
+from dllm.evals.held_out import given
 
 ROWS = 128  # rows of a pass, at least: chunks x starts
 
@@ -58,14 +59,15 @@ def by_rank(run: Any, tokens_BL: Integer[np.ndarray, "B L"], starts: tuple[int, 
     `run`: a loaded hybrid. Raises UserError where `check` does.
     """
     check(run, starts)
-    length = tokens_BL.shape[1]
     chunks = max(1, min(-(-ROWS // len(starts)), len(tokens_BL)))
-    padded_BL = np.concatenate([tokens_BL, np.zeros((-len(tokens_BL) % chunks, length), tokens_BL.dtype)]).astype(np.int32)
+    count = len(tokens_BL)
+    padded_BL = tokens_BL[np.arange(count + -count % chunks) % count].astype(np.int32)
     parts, key, starts_S = [], jax.random.key(seed), jnp.asarray(starts, jnp.int32)
     for first in range(0, len(padded_BL), chunks):
         numbers_C = jnp.arange(first, first + chunks)
-        parts.append(_score(run.model_module, run.model_config, run.variables, padded_BL[first : first + chunks], numbers_C, starts_S, key))
-    gain, acceptance = (np.concatenate(p)[: len(tokens_BL)].astype(np.float64) for p in zip(*jax.device_get(parts), strict=True))
+        own_CL = padded_BL[first : first + chunks]
+        parts.append(_score(run.model_module, run.model_config, run.variables, own_CL, given(run, own_CL), numbers_C, starts_S, key))
+    gain, acceptance = (np.concatenate(p)[:count].astype(np.float64) for p in zip(*jax.device_get(parts), strict=True))
     return ByRank(starts, gain, acceptance)
 
 
@@ -75,18 +77,24 @@ def _score(
     config: Any,
     variables: Any,
     tokens_CL: Int[Array, "C L"],
+    given_CL: Bool[Array, "C L"] | None,
     numbers_C: Int[Array, "C"],
     starts_S: Int[Array, "S"],
     key: Key[Array, ""],
 ) -> tuple[Float[Array, "C S L"], Float[Array, "C S L"]]:
-    """Returns gain and acceptance of each chunk, in one pass over all chunks and starts."""
+    """Returns gain and acceptance of each chunk, in one pass over all chunks and starts. Given positions are no ranks."""
     (C, L), S = tokens_CL.shape, len(starts_S)
-    order_CL = jax.vmap(lambda number: any_order(jax.random.fold_in(key, number), 1, L)[0][0])(numbers_C)
+    no_text_CL = jnp.zeros((C, L), bool) if given_CL is None else given_CL
+    one = lambda number, given_L: any_order(jax.random.fold_in(key, number), 1, L, given_L[None])[0][0]
+    order_CL = jax.vmap(one)(numbers_C, no_text_CL)
     repeat = lambda x_CL: jnp.broadcast_to(x_CL[:, None], (C, S, L)).reshape(C * S, L)
-    revealed_B = jnp.broadcast_to(starts_S[None], (C, S)).reshape(C * S)
+    given_C = no_text_CL.sum(1, dtype=jnp.int32)
+    revealed_B = jnp.minimum(given_C[:, None] + starts_S[None], L).reshape(C * S)
     ranked_BL, order_BL = repeat(jnp.take_along_axis(tokens_CL, order_CL, 1)), repeat(order_CL)
     gain_BL, acceptance_BL = compare_laws(*module.bind(config, variables).both(ranked_BL, order_BL, revealed_B), ranked_BL, revealed_B)
-    return gain_BL.reshape(C, S, L), acceptance_BL.reshape(C, S, L)
+    at_CL = given_C[:, None] + jnp.arange(L, dtype=jnp.int32)[None]  # the text's ranks first; behind them, none
+    own = lambda x_BL: jnp.take_along_axis(x_BL.reshape(C, S, L), at_CL[:, None], 2, mode="fill", fill_value=jnp.nan)
+    return own(gain_BL), own(acceptance_BL)
 
 
 def compare_laws(
@@ -119,12 +127,18 @@ def by_offset(values_NSL: Float[np.ndarray, "N S L"], starts: tuple[int, ...]) -
     for s, start in enumerate(starts):
         for k, (a, b) in enumerate(bins):
             if start + a < length:
-                bin_NSK[:, s, k] = values_NSL[:, s, start + a : start + b].mean(axis=1)
+                bin_NSK[:, s, k] = _mean(values_NSL[:, s, start + a : start + b], 1)
     return mean_and_stderr(bin_NSK)
 
 
 def mean_and_stderr(values_NX: Float[np.ndarray, "N ..."]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the mean over chunks, and its standard error; nan for one chunk."""
-    count = len(values_NX)
-    stderr = values_NX.std(axis=0) / np.sqrt(count - 1) if count > 1 else np.full(values_NX.shape[1:], np.nan)
-    return values_NX.mean(axis=0), stderr
+    """Returns the mean over the chunks that reach a place, and its standard error; nan for one chunk."""
+    count_X, mean_X = (~np.isnan(values_NX)).sum(axis=0), _mean(values_NX, 0)
+    square_X = _mean((values_NX - mean_X) ** 2, 0)
+    return mean_X, np.where(count_X > 1, np.sqrt(square_X / np.maximum(count_X - 1, 1)), np.nan)
+
+
+def _mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """Returns the mean of what isn't nan; nan of nothing: texts are of several lengths."""
+    count = (~np.isnan(values)).sum(axis=axis)
+    return np.where(count > 0, np.nansum(values, axis=axis) / np.maximum(count, 1), np.nan)

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Bool, Integer
 
 from dllm.core.types import UserError
 from dllm.data import tokenizers
@@ -51,9 +51,16 @@ def read_words(workdir: str | Path) -> frozenset[str]:
         raise UserError(f"cannot read {path}: it is written when a training run starts; train again in that workdir") from None
 
 
-def shuffle(tokens_BL: Integer[np.ndarray, "B L"], seed: int = 0) -> Integer[np.ndarray, "B L"]:
-    """Returns each chunk with its characters in random order: what a model that knows only letter frequencies writes."""
-    return np.random.default_rng(seed).permuted(np.asarray(tokens_BL), axis=1)
+def shuffle(
+    tokens_BL: Integer[np.ndarray, "B L"], seed: int = 0, given_BL: Bool[np.ndarray, "B L"] | None = None
+) -> Integer[np.ndarray, "B L"]:
+    """Returns each chunk with its characters in random order, but those that are `given`: what a model of letter frequencies writes."""
+    rng, tokens_BL = np.random.default_rng(seed), np.array(tokens_BL)
+    if given_BL is None:
+        return rng.permuted(tokens_BL, axis=1)
+    for tokens_L, given_L in zip(tokens_BL, given_BL):
+        tokens_L[~given_L] = rng.permutation(tokens_L[~given_L])
+    return tokens_BL
 
 
 def ceiling(tokens_BL: Integer[np.ndarray, "B L"], words: frozenset[str]) -> dict[str, Metric]:

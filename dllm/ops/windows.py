@@ -31,3 +31,11 @@ def window_table(shape: str, length: int, rate: float) -> np.ndarray:
     else:
         raise UserError(f"no window shape {shape!r}; there are: {', '.join(SHAPES)}")
     return np.clip(np.ceil(width - 1e-9), 1, length - i).astype(np.int32)
+
+
+def window_tables(shape: str, length: int, rate: float) -> np.ndarray:
+    """Returns [length + 1, length]: row D is `window_table` of a text of D ranks; behind these, and in row 0, are zeros."""
+    tables = np.zeros((length + 1, length), np.int32)
+    for D in range(1, length + 1):
+        tables[D, :D] = window_table(shape, D, rate)
+    return tables

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,14 +13,14 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from dllm.core.types import UserError
 from dllm.ops import masks, mesh
 from dllm.ops.draws import Draws, KeyedDraws, permutation
 from dllm.ops.passes import KINDS, Passes, count, no_passes
 from dllm.ops.settings import Settings
-from dllm.ops.windows import window_table
+from dllm.ops.windows import window_table, window_tables
 
 PREFILL = 256  # prompt tokens a pass: it bounds the memory of scores
 
@@ -64,6 +64,18 @@ def make_prompt(rows: list[list[int | None]], length: int) -> Prompt:
             if token is not None:
                 tokens[b, position], given[b, position] = token, True
     return Prompt(jnp.asarray(tokens), jnp.asarray(given))
+
+
+def frame(rows: Sequence[Sequence[int | None]], length: int, forbidden: Sequence[int], pad: int) -> Prompt:
+    """Returns a prompt of texts that have lengths of their own: whole rows, specials included, None at open positions; behind them is
+    padding. What no model writes, `forbidden` ids, lies outside the text."""
+    prompt = make_prompt([[*row, *[pad] * (length - len(row))] for row in rows], length)
+    return prompt.replace(outside=prompt.given & jnp.isin(prompt.tokens, jnp.asarray(forbidden, jnp.int32)))
+
+
+def hide(texts_BL: Integer[np.ndarray, "B L"], forbidden: Sequence[int]) -> list[list[int | None]]:
+    """Returns rows of `frame` that are as long as these texts and have all of them to be written."""
+    return [[token if token in forbidden else None for token in text_L] for text_L in np.asarray(texts_BL).tolist()]
 
 
 def require_prefix(prompt: Prompt) -> None:
@@ -205,9 +217,7 @@ def make_windows(shape: str, rate: float, prompt: Prompt) -> tuple[Callable[[Int
     if prompt.outside is None:
         table = window_table(shape, length, rate)
         return (lambda revealed_B: jnp.asarray(table)[jnp.minimum(revealed_B, length - 1)]), int(table.max())
-    tables = np.zeros((length + 1, length), np.int32)
-    for D in range(1, length + 1):
-        tables[D, :D] = window_table(shape, D, rate)
+    tables = window_tables(shape, length, rate)
     outside_B = prompt.outside.sum(1, dtype=jnp.int32)
     return (lambda revealed_B: jnp.asarray(tables)[length - outside_B, jnp.minimum(revealed_B - outside_B, length - 1)]), int(tables.max())
 

@@ -11,38 +11,40 @@ import numpy as np
 import pytest
 
 from dllm.core.types import UserError
+from dllm.data.tokenizers import CHARACTERS
 from dllm.evals import likelihood
 from dllm.evals.stats import Context
 from dllm.models import gpt, hybrid
-from dllm.ops.windows import window_table
+from dllm.samplers import self_speculative
 from dllm.samplers.self_speculative import Options
-from tests.samplers.test_laws import law_ssmd
+from tests.samplers.test_laws import MIXED, law, law_ssmd
 
 LENGTH = 12
 CONFIG = hybrid.Config(length=LENGTH, width=16, n_noncausal=1, n_causal=1, heads=2, mlp=32)
 
 
 def run_of(module, config, change=lambda x: x):
-    return SimpleNamespace(model_module=module, model_config=config, variables=change(module.init(config, jax.random.key(1))))
+    variables = change(module.init(config, jax.random.key(1)))
+    return SimpleNamespace(model_module=module, model_config=config, variables=variables, tokenizer=CHARACTERS)
 
 
 def chunks(count, vocab=27):
     return np.random.default_rng(0).integers(0, vocab, (count, LENGTH)), np.full(count, LENGTH)
 
 
-def law_by_eval(vocab, length, order, table, n_verify):
+def law_by_eval(vocab, length, order, options):
     """Returns (functions, {text in sequence order: p(x | sigma)}) of a small network whose laws are far from uniform."""
     config = hybrid.Config(vocab=vocab, length=length, width=16, n_noncausal=1, n_causal=1, heads=2, mlp=32, gain=1.0)
     functions = hybrid.bind(config, jax.tree.map(lambda x: x * 2.0, hybrid.init(config, jax.random.key(0))))
     texts = list(itertools.product(range(vocab), repeat=length))
-    one = lambda x: likelihood.text_likelihood(functions, x, jnp.asarray(order, jnp.int32), table, n_verify).log_p
+    one = lambda x: likelihood.text_likelihood(functions, x, jnp.asarray(order, jnp.int32), options).log_p
     log_p = jax.jit(jax.vmap(one))(jnp.asarray(texts, jnp.int32))
     return functions, dict(zip(texts, np.exp(np.asarray(log_p, np.float64)).tolist()))
 
 
 @pytest.mark.parametrize("name, n_verify", [("D", 1), pytest.param("D", 2, marks=pytest.mark.slow)])
 def test_it_is_the_law_of_the_production_sampler(name, n_verify):
-    functions, law = law_by_eval(2, 3, (2, 0, 1), np.array([3, 2, 1]), n_verify)
+    functions, law = law_by_eval(2, 3, (2, 0, 1), Options("constant", 3.0, n_verify))
     drawn = law_ssmd(functions, name, n_verify, "chain", order=(2, 0, 1), rows=64, tolerance=2e-6)
     assert max(law.values()) > 0.2
     assert law.keys() == drawn.keys()
@@ -51,10 +53,26 @@ def test_it_is_the_law_of_the_production_sampler(name, n_verify):
 
 @pytest.mark.parametrize("shape, rate, n_verify", [("linear", 4.0, 2), pytest.param("constant", 4.0, 1, marks=pytest.mark.slow)])
 def test_all_texts_sum_to_one(shape, rate, n_verify):
-    _, law = law_by_eval(3, 4, (3, 1, 0, 2), window_table(shape, 4, rate), n_verify)
+    _, law = law_by_eval(3, 4, (3, 1, 0, 2), Options(shape, rate, n_verify))
     assert len(law) == 81
     assert sum(law.values()) == pytest.approx(1, abs=1e-5)
     assert max(law.values()) > 3 * min(law.values())
+
+
+@pytest.mark.parametrize("options", [Options("linear", 2.0, 1), pytest.param(Options("constant", 2.0, 2), marks=pytest.mark.slow)])
+def test_a_text_among_longer_ones_has_its_own_length(options):
+    """A special token, two letters, padding: windows are those of two ranks, and no law gives the special tokens weight."""
+    config = hybrid.Config(vocab=4, length=4, width=16, n_noncausal=1, n_causal=1, heads=2, mlp=32, gain=1.0, pad_id=1)
+    functions = hybrid.bind(config, jax.tree.map(lambda x: x * 2.0, hybrid.init(config, jax.random.key(0))))
+    law_of = dict(prompt=MIXED, settings={"banned": [0, 1]}, rows=64, tolerance=2e-6)
+    drawn = law(self_speculative, options, functions, cycles=4 * (options.n_verify + 1), **law_of)
+    order_L, given_L = jnp.asarray([0, 3, 1, 2], jnp.int32), MIXED.given
+    one = jax.jit(lambda x: likelihood.text_likelihood(functions, x, order_L, options, given_L, (0, 1)).log_p)
+    for text in itertools.product((0,), (2, 3), (2, 3), (1,)):
+        assert np.exp(one(jnp.asarray(text, jnp.int32))) == pytest.approx(drawn[text], abs=2e-6)
+    assert sum(drawn.values()) == pytest.approx(1, abs=1e-5)
+    assert len(drawn) == 4
+    assert max(drawn.values()) > 1.2 * min(drawn.values())
 
 
 def test_figures_of_a_model_that_knows_nothing():
@@ -73,15 +91,16 @@ def test_figures_are_means_over_fixed_orders():
     tokens_BL[3] = tokens_BL[0]
     context = Context(run=run, options=Options(rate=0.3, n_verify=2), seed=5)
     metrics = likelihood.evaluate(tokens_BL, lengths_B, context)
-    bpc_B = metrics["elbo_bpc"].numerator_B
+    bpc_B = metrics["elbo_bpc"].numerator_B / LENGTH
     assert bpc_B[0] != bpc_B[3]  # other orders
     again = likelihood.evaluate(tokens_BL[:2], lengths_B[:2], context)
-    assert again["elbo_bpc"].numerator_B.tolist() == bpc_B[:2].tolist()  # which don't depend on how many chunks there are
+    same_B = metrics["elbo_bpc"].numerator_B[:2]
+    assert again["elbo_bpc"].numerator_B.tolist() == same_B.tolist()  # which don't depend on how many chunks there are
     assert again["elbo_bpc"].stderr > 0
 
-    functions, table = hybrid.bind(CONFIG, run.variables), window_table("cosine", LENGTH, 0.3)
+    functions = hybrid.bind(CONFIG, run.variables)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(5), 1), likelihood.ORDERS)
-    one = jax.jit(lambda x, key: likelihood.text_likelihood(functions, x, jax.random.permutation(key, LENGTH), table, 2))
+    one = jax.jit(lambda x, key: likelihood.text_likelihood(functions, x, jax.random.permutation(key, LENGTH), context.options))
     singles = [one(jnp.asarray(tokens_BL[1], jnp.int32), key) for key in keys]
     assert singles[0].log_p != singles[1].log_p
     mean = lambda field: np.mean([float(getattr(x, field)) for x in singles])

@@ -130,7 +130,8 @@ def test_bound_scores_each_chunk_with_its_own_fixed_draws():
     module, objective = ModuleType("model"), ModuleType("objective")
     module.bind = lambda config, variables: variables
     objective.loss = lambda functions, tokens_BL, key, config: (0.0, {"mean": tokens_BL.mean(), "noise": jax.random.uniform(key)})
-    context = Context(run=SimpleNamespace(model_module=module, model_config=None, variables=0.0), objective=(objective, None), seed=3)
+    run = SimpleNamespace(model_module=module, model_config=None, variables=0.0, tokenizer=tokenizers.CHARACTERS)
+    context = Context(run=run, objective=(objective, None), seed=3)
     tokens_BL = np.random.default_rng(0).integers(0, 27, (bound.CHUNKS + 3, LENGTH))  # the last pass is not full
     metrics = bound.evaluate(tokens_BL, np.full(len(tokens_BL), LENGTH), context)
     assert metrics["mean"].numerator_B == pytest.approx(tokens_BL.mean(axis=1), rel=1e-6)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dllm.core.types import UserError
+from dllm.data.tokenizers import CHARACTERS
 from dllm.diffusion import ssmd
 from dllm.diffusion.corruption import any_order
 from dllm.evals import ranks
@@ -28,7 +29,7 @@ def fresh(config):
 def loaded(gain, config=CONFIG):
     """A run whose causal output is multiplied by `gain`: with 0 the target is the draft."""
     params = fresh(config) | ({"gain": jnp.full((config.width,), gain)} if config.n_causal else {})
-    return SimpleNamespace(model_module=hybrid, model_config=config, variables={"params": params})
+    return SimpleNamespace(model_module=hybrid, model_config=config, variables={"params": params}, tokenizer=CHARACTERS)
 
 
 @jax.jit

@@ -128,9 +128,7 @@ def test_evaluate(workdir):
     assert row["draft_bpc"] > 3
     assert row["spelling"] > 0.5
     assert f"{row['draft_bpc']:.4f} ± {row['draft_bpc_stderr']:.4f}" in printed
-    assert "there are: bound, entropy, gen_nll, likelihood, nelbo" in program(
-        "evaluate", f"--workdir={workdir}", "--evals=nothing", code=2
-    )
+    assert "there are: bound, entropy, gen_nll, likelihood, nelbo" in program("evaluate", f"--workdir={workdir}", "--evals=nothing", code=2)
 
 
 def test_evaluate_likelihood(workdir):

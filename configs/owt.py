@@ -1,10 +1,11 @@
-"""The paper's OpenWebText experiment (arXiv 2510.03929, table 1): self-speculative masked diffusion, and what it is compared with.
+r"""The paper's OpenWebText experiment (arXiv 2510.03929, table 1): self-speculative masked diffusion, and what it is compared with.
 
     python experiments/prepare.py --data=openwebtext --src=OPENWEBTEXT --dst=data/owt --tokenizer=GPT2
     python experiments/train.py   --config=configs/owt.py:ssmd --workdir=runs/owt --config.data.path=data/owt
 
 ssmd (11 non-causal layers and 1 causal), mdm (12 non-causal), block (block diffusion, blocks of 4) and gpt (autoregressive) have the same
-layers and tokens: 1,000,000 steps of 256 rows of 1,024 tokens. The paper's dropout of .1 is left out: the text is seen twice at most.
+layers and tokens: 1,000,000 steps of 256 rows of 1,024 tokens. The paper's dropout of .1 is left out. Hardware, time, and what was
+published: docs/paper.md.
 
 Each as a twin for 2 CPU cores, configs/owt.py:mini_ssmd, mini_mdm, mini_block, mini_gpt, and mini_judge, an autoregressive model that is
 wider and has another seed, on rows of 128 tokens of a byte-level BPE of 4,096:

@@ -35,6 +35,9 @@ NAMES = {
     "entropy": "unigram entropy of a sequence (nats)",
     "entropy_pooled": "unigram entropy, pooled (nats)",
     "gen_nll": "NLL under the judge (nats a symbol)",
+    "text_nll": "NLL under the judge (nats a token of its own)",
+    "pseudo_nll": "pseudo-NLL under the judge (nats a residue)",
+    "plddt": "mean pLDDT",
 }
 COLOURS = {"ancestral": "#3d3d3d", "self_speculative": "#d1495b", "confidence": "#1f77b4", "autoregressive": "#2a9d8f"}
 MORE_COLOURS = ("#e09f3e", "#7b5ea7", "#8d6e63", "#c77cba", "#7f9172", "#1b6ca8", "#b23a48", "#4d908e")  # in turn, where there is no own

@@ -36,6 +36,6 @@ def get_config(which: str = "ssmd") -> ConfigDict:
     """Returns the sweep's config: see SweepConfig in experiments/sweep.py."""
     if which not in POINTS:
         raise UserError(f"no settings for {which!r}; there are: {', '.join(POINTS)}")
-    config = ConfigDict({"num_samples": 512, "batch": 128, "seed": 0, "evals": ("text_nll",), "judge": "runs/owt_mini/judge", "fold": ""})
+    config = ConfigDict({"num_samples": 512, "batch": 128, "seed": 0, "evals": ("text_nll", "entropy"), "judge": "runs/owt_mini/judge"})
     config.points = tuple({"sampler": sampler, "options": options, "settings": {}} for sampler, options in POINTS[which])
     return config

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from dllm.core.types import UserError
 from dllm.evals.stats import Metric, bootstrap_ratios, bootstrap_weights
 
-LOWER_IS_BETTER = ("gen_nll",)
+LOWER_IS_BETTER = ("gen_nll", "text_nll", "pseudo_nll", "pseudo_perplexity", "composition_js", "kmer_js", "repeats")
 
 
 @dataclass(frozen=True)

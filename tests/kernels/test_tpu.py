@@ -20,9 +20,9 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 SMALLEST = tpu.Tiles(128, 128)
 
 
-def dtypes(specs, quick):
-    """Returns each spec in float32 and bfloat16; the second in the slow suite unless `quick` names it."""
-    both = [pytest.param(spec, id=f"{spec.name}-float32") for spec in specs]
+def dtypes(specs, quick, slow=()):
+    """Returns each spec in float32 and bfloat16; the second in the slow suite unless `quick` names it, and so is what `slow` names."""
+    both = [pytest.param(spec, id=f"{spec.name}-float32", marks=[pytest.mark.slow] * (spec.name in slow)) for spec in specs]
     for spec in specs:
         marks = () if spec.name in quick else pytest.mark.slow
         both.append(pytest.param(dataclasses.replace(spec, dtype="bfloat16"), id=f"{spec.name}-bfloat16", marks=marks))
@@ -80,7 +80,10 @@ def test_forward_and_gradients_equal_the_reference(spec):
     check(spec, interpret=True, tiles=SMALLEST)
 
 
-@pytest.mark.parametrize("spec", dtypes(arg_specs.SMALL_DECODE, quick=("decode_fused_commit", "decode_causal_one_key_head")))
+OTHERS = ("decode_causal", "decode_full", "decode_tail", "decode_clean_noisy")
+
+
+@pytest.mark.parametrize("spec", dtypes(arg_specs.SMALL_DECODE, ("decode_fused_commit", "decode_causal_one_key_head"), slow=OTHERS))
 def test_decode_equals_the_reference(spec):
     arrays = spec.arrays()
     out = jax.jit(lambda a: tpu.decode(**a, mask=spec.mask, scale=spec.scale, tile=128, interpret=True))(arrays)

@@ -106,7 +106,7 @@ def test_settings_stops_and_budgets(settings, verification, float64):
     check(table(length=4, lead=1, mask=True, seed=1), tree(verification, children=2, nodes=6), **settings)
 
 
-@pytest.mark.parametrize("verification", TREES)
+@pytest.mark.parametrize("verification", [pytest.param("tree", marks=pytest.mark.slow), "tree_rejection"])
 def test_neighbours_with_other_settings(verification, float64):
     functions, options = table(length=3, lead=1, mask=True, seed=2), tree(verification, children=2, nodes=5)
     mine, theirs = dict(temperature=0.6, top_k=2), dict(temperature=0.0)
@@ -292,7 +292,7 @@ def keyed(rows=range(ROWS)):
     return KeyedDraws(jax.random.key(0), jnp.asarray(rows, jnp.int32))
 
 
-@pytest.mark.parametrize("slots", [pytest.param(40, marks=pytest.mark.slow), 600])
+@pytest.mark.parametrize("slots", [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_a_verifying_pass_runs_each_path_as_a_sequence(slots):
     """Logits of every node, and keys and values after keep, against a plain pass over the path; the longer cache is read in chunks."""
     functions = uno.bind(CONFIG, network())
@@ -333,7 +333,8 @@ def program(name):
     return compile_sampler(psi_spec, uno, CONFIG, SAMPLERS[name])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "tree")) for name in SAMPLERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_greedy_text_is_that_of_plain_decoding(name):
     """https://github.com/vllm-project/vllm/issues/54506: greedy outputs that change where speculation is on. Token-exact in float32."""
     settings, prompt = (

@@ -201,9 +201,10 @@ def generate(
     batch = whole_batch(min(batch, num), mesh)
     parts, seconds = zip(*draw(task, prompt, range(0, num, batch), batch=batch, seed=seed, mesh=mesh))
     config, (tokens, lengths, passes, proposed, accepted) = task.run.model_config, jax.tree.map(lambda *x: np.concatenate(x)[:num], *parts)
-    if forbidden(task):
+    given_N = np.asarray(prompt.given).sum(1)
+    if forbidden(task):  # padding is no part of a sequence
         lengths = (tokens != config.pad_id).sum(1, dtype=np.int32)
-    given_N = (np.asarray(prompt.given) & (np.asarray(prompt.tokens) != getattr(config, "pad_id", -1))).sum(1)
+        given_N -= (np.asarray(prompt.tokens) == config.pad_id).sum(1)
     layers = getattr(config, "n_noncausal", 1), getattr(config, "n_causal", 0)  # a model without the two parts has no causal passes
     return Generated(
         tokens_BL=tokens,

@@ -85,7 +85,7 @@ def test_law_of_a_hybrid_network(name, n_verify, verification, n_causal):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("sizes", [(4, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
 def test_four_devices_give_the_samples_of_one(sizes, name):
     """(On an empty prompt all positions look alike to a network: most-confident-first would break ties by rounding. Hence row 1 on.)
 

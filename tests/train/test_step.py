@@ -85,7 +85,7 @@ def test_ema_follows_with_its_early_decay():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), jax.device_get(state.ema), expected)
 
 
-@pytest.mark.parametrize("mesh", [(4, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((4, 1, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_four_devices_equal_one(mesh):
     """Same losses and gradient norms over five updates, same gradients; Adam magnifies dust, so parameters are not compared."""
     one, four = tiny.run(), tiny.run(mesh=dict(zip(("data", "fsdp", "tensor"), mesh)))
@@ -183,7 +183,7 @@ def test_further_fields_reach_the_objective_by_name():
     assert row["loss"] == pytest.approx((128 * 128 + 32 * 32) / (128 + 32))  # the mean over trained tokens, not over batches
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 2, 1)])
 def test_accumulated_parts_give_the_whole_batchs_gradient(mesh):
     parts = dict(model=tiny.GPT | {"vocab": 27}, objective={"name": "next_token"})
     whole, cut = tiny.run(**parts), tiny.run(train__accumulate=2, mesh=dict(zip(("data", "fsdp", "tensor"), mesh)), **parts)

@@ -157,6 +157,11 @@ def check_request(task: Task, num: int, batch: int, row: list[int | None], texts
     if num < 1 or batch < 1:
         raise UserError(f"the number of samples and the batch must be at least 1, not {num} and {batch}")
     config = task.run.model_config
+    for token in row:
+        if token is not None and token == getattr(config, "mask_id", -1):
+            raise UserError(f"the prompt holds the id {token}, MASK, which stands for a hidden token: take it out")
+        if token is not None and not 0 <= token < config.vocab:
+            raise UserError(f"the prompt holds the id {token}, and the model has {config.vocab}: use the run's own tokenizer")
     if never := forbidden(task):
         if not row and texts_NL is None:
             raise UserError("a protein's length must be told: give a prompt of its residues, ? for each that is open, or real ones' data")
@@ -173,11 +178,6 @@ def check_request(task: Task, num: int, batch: int, row: list[int | None], texts
     prompt = make_prompt([row], max(canvas(task, len(row)), len(row)))
     if getattr(task.sampler, "LEFT_TO_RIGHT", False):
         require_prefix(prompt)
-    for token in row:
-        if token is not None and token == getattr(config, "mask_id", -1):
-            raise UserError(f"the prompt holds the id {token}, MASK, which stands for a hidden token: take it out")
-        if token is not None and not 0 <= token < config.vocab:
-            raise UserError(f"the prompt holds the id {token}, and the model has {config.vocab}: use the run's own tokenizer")
     return prompt
 
 

@@ -83,7 +83,12 @@ def test_a_prompt_tells_the_length(place, programs, tmp_path):
     for line in map(json.loads, out.read_text().splitlines()):
         assert (line["text"][0], line["text"][2], len(line["text"])) == ("M", "L", 7)
         assert (line["new_tokens"], line["nfe"]) == (5, 5)  # a residue a pass, of the text's own open ones
-    for prompt, text in (("M" + 31 * "?", "34 tokens, and the model's context is 32"), ("MLV", "no open position"), ("M?j", "'j'")):
+    for prompt, text in (
+        ("M" + 31 * "?", "34 tokens, and the model's context is 32"),
+        ("MLV", "no open position"),
+        ("M?<mask>", "32, MASK"),
+        ("M?j", "'j'"),
+    ):
         assert text in complaint(programs.run("sample", *flags, f"--prompt={prompt}"))
     assert "/none holds no whole prepared corpus" in complaint(programs.run("sample", *flags, "--data_path=/none"))
 
